@@ -18,7 +18,7 @@ from pathlib import Path
 
 import tiktoken
 
-from .errors import CheckpointError, RequestError
+from shoal.errors import CheckpointError, RequestError
 
 IM_START = "<|im_start|>"
 IM_END = "<|im_end|>"
