@@ -6,8 +6,8 @@ never need: nothing of the arithmetic is replaced. Nothing outside tests uses th
 
 What to know before comparing with upstream (tested, and easy to trip over):
 
-- `generate` does not look for `<|im_end|>` in the first frame, only from the second on; the frame with `<|im_end|>` is in
-  its result.
+- `generate` does not look for `<|im_end|>` in the first frame, only from the second on; the frame with `<|im_end|>` is
+  in its result.
 - The window of the repetition penalty holds the 16 frames before the current one, but starts with the second generated
   frame and is filled with zeros at first: id 0 is penalised (once) while there are zeros left. The first frame
   is sampled without any penalty.
@@ -134,9 +134,7 @@ def upstream_generate(
     the loop raises IndexError as soon as a token above the semantic range is sampled.
     """
     if max_new_tokens < 2:
-        raise ValueError(
-            "upstream's loop cannot generate fewer than 2 frames, and takes 0 for 'until the cache is full'"
-        )
+        raise ValueError("upstream's loop cannot generate fewer than 2 frames (0 means: until the cache is full)")
     module = inference()
     rng = module.SamplingRng("cpu", noise) if isinstance(noise, int) else _GivenNoise(model, noise)
     with _semantic_head(model) if semantic_only else nullcontext():
