@@ -1,0 +1,353 @@
+"""Utterances over one engine: texts are split, sentences decode side by side, audio is made as codes become ready.
+
+Knows requests, voices, cache and codec; whoever wants speech (a call, a stream, a server's slice) drives `step`.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from shoal.engine import Engine, KVPrefix, Sequence
+from shoal.errors import CancelledError, CapacityError, OutOfMemoryError, ShoalError
+from shoal.features import Features
+from shoal.joining import fade_in, fade_out, pause_after, silence
+from shoal.prompt import VoicePrompt, text_prompt
+from shoal.sampling import MAX_SEED, SamplingParams
+from shoal.text import prepare_text, split_text
+from shoal.voices import Voice
+
+if TYPE_CHECKING:
+    from shoal.speech import FishSpeech, Speech
+
+log = logging.getLogger(__name__)
+
+_FIRST_CHUNK, _LARGEST_CHUNK = 8, 64  # frames per streamed piece: small at first, for a quick start; doubling later
+_SEED_STEP = 0x9E3779B97F4A7C15  # each sentence of a text draws from a stream of its own
+
+
+@dataclass(frozen=True)
+class SpeechRequest:
+    """One text to speak."""
+
+    text: str
+    voice: str | Voice | VoicePrompt | None = None  # a registered name, or a voice itself
+    params: SamplingParams = SamplingParams()
+    use_cache: bool = True  # look the utterance up, and keep it
+    stream: bool = False  # audio is wanted piece by piece, before the end
+    chunk_length: int = 200  # UTF-8 bytes per sentence that decodes on its own
+
+
+@dataclass(eq=False)
+class _Sentence:
+    text: str
+    pause_s: float  # silence after it
+    first: bool
+    last: bool
+    codes: np.ndarray | None = None  # (num_codebooks, frames) once finished
+    sequence: Sequence | None = None
+    emitted: int = 0  # frames that have become audio
+    audio: list[np.ndarray] = field(default_factory=list)  # made, not yet handed to the utterance
+
+    @property
+    def sounded(self) -> bool:
+        return self.codes is not None and self.emitted == self.codes.shape[1]
+
+
+@dataclass(eq=False)
+class Utterance:
+    """One submitted request on its way; made by `Scheduler.submit`."""
+
+    request: SpeechRequest
+    text: str
+    seed: int
+    key: str
+    voice: Voice | None
+    cache_hit: bool = False
+    error: ShoalError | None = None
+    result: Speech | None = None
+    _sentences: list[_Sentence] = field(default_factory=list)
+    _pending: deque[_Sentence] = field(default_factory=deque)
+    _shared_prefix: KVPrefix | None = None  # the first sentence, as the voice of the others
+    _next_chunk: int = _FIRST_CHUNK
+    _collected: int = 0  # sentences whose audio is complete in _pieces
+    _pieces: list[np.ndarray] = field(default_factory=list)  # audio in order
+    _taken: int = 0  # pieces that take_audio has handed out
+
+    @property
+    def done(self) -> bool:
+        return self.result is not None or self.error is not None
+
+    @property
+    def batch_size(self) -> int:
+        """The largest batch that any of its sentences decoded in; 0 while none has."""
+        return max((s.sequence.batch_size for s in self._sentences if s.sequence), default=0)
+
+    def take_audio(self) -> np.ndarray:
+        """Samples (float32) that became ready since the last call, in order; empty if there are none."""
+        new, self._taken = self._pieces[self._taken :], len(self._pieces)
+        return np.concatenate(new) if new else np.zeros(0, dtype=np.float32)
+
+
+class Scheduler:
+    """Drives an engine and a codec for many utterances. Thread-safe; any thread may step.
+
+    Args:
+        max_waiting: utterances that may be in it at a time; `submit` refuses more.
+        max_chars: longest text.
+    """
+
+    def __init__(self, speech: FishSpeech, engine: Engine, *, max_waiting: int = 1024, max_chars: int = 20_000) -> None:
+        self._speech, self._engine = speech, engine
+        self.max_waiting, self.max_chars = max_waiting, max_chars
+        self._active: list[Utterance] = []  # in the order of submission, not yet done
+        self._by_sequence: dict[Sequence, tuple[Utterance, _Sentence]] = {}
+        self._turn = 0
+        self._lock = threading.RLock()
+
+    @property
+    def batch_limit(self) -> int:
+        """Rows that may decode at a time; can be changed while it runs, up to the engine's maximum."""
+        return self._engine.batch_limit
+
+    @batch_limit.setter
+    def batch_limit(self, rows: int) -> None:
+        self._engine.batch_limit = max(1, min(rows, self._engine.max_batch_size))
+
+    @property
+    def live(self) -> int:
+        """Rows decoding now."""
+        return self._engine.live
+
+    @property
+    def waiting(self) -> int:
+        """Sentences that have no row yet."""
+        return self._engine.waiting + sum(len(u._pending) for u in self._active)
+
+    @property
+    def idle(self) -> bool:
+        return not self._active
+
+    def submit(self, request: SpeechRequest) -> Utterance:
+        """Take one request in; its audio comes from later steps.
+
+        Raises:
+            RequestError: the text cannot be spoken, or the voice is unknown.
+            TooLargeError: the text is too long.
+            CapacityError: too many utterances are waiting.
+        """
+        if len(self._active) >= self.max_waiting:
+            raise CapacityError(f"{len(self._active)} requests are waiting, which is the limit; try again later")
+        text = prepare_text(request.text, self.max_chars)
+        voice = self._speech.voices.resolve(request.voice)
+        key = self._speech.cache.generate_cache_key(
+            text, voice.id if voice else None, request.params, self._speech.fingerprint, request.chunk_length
+        )
+        utterance = Utterance(request, text, request.params.resolve_seed(), key, voice)
+        found = self._speech.cache.retrieve_features(key) if request.use_cache else None
+        with self._lock:
+            if found is not None:
+                self._recall(utterance, found)
+            else:
+                pieces = split_text(text, request.chunk_length)
+                pauses = [*map(pause_after, pieces[:-1]), 0.0]
+                utterance._sentences = _sentences(pieces, pauses)
+                utterance._pending.extend(utterance._sentences if voice else utterance._sentences[:1])
+            self._active.append(utterance)
+        return utterance
+
+    def submit_features(self, features: Features, *, stream: bool = False) -> Utterance:
+        """Take in an utterance whose codes are known; only its audio is made."""
+        utterance = Utterance(SpeechRequest(features.text, stream=stream, use_cache=False), features.text, 0, "", None)
+        self._recall(utterance, features)
+        with self._lock:
+            self._active.append(utterance)
+        return utterance
+
+    def cancel(self, utterance: Utterance, error: ShoalError | None = None) -> None:
+        """Stop an utterance and free its rows at once; it ends with `error` (CancelledError by default)."""
+        with self._lock:
+            if utterance.done:
+                return
+            self._fail(utterance, error or CancelledError("the request was cancelled"))
+
+    def step(self) -> list[Utterance]:
+        """Decode one frame for all rows, make the audio that is due; returns the utterances that ended with it."""
+        with self._lock:
+            ended: list[Utterance] = []
+            try:
+                self._feed(ended)
+                for sequence in self._engine.step():
+                    self._sentence_decoded(sequence)
+                self._make_audio(self._due())
+            except (OutOfMemoryError, torch.OutOfMemoryError) as error:
+                ended += self._abort(OutOfMemoryError(f"out of memory: {error}; lower the batch limit"))
+            except Exception as error:
+                ended += self._abort(ShoalError(f"decoding failed: {type(error).__name__}: {error}"))
+            for utterance in [u for u in self._active if all(s.sounded for s in u._sentences) and not u.done]:
+                self._complete(utterance)
+                ended.append(utterance)
+            return ended
+
+    def run(self, utterances: Iterable[Utterance]) -> None:
+        """Step until all of these are done. Several threads may do so at once; they share the steps."""
+        for utterance in utterances:
+            while not utterance.done:
+                self.step()
+
+    def _recall(self, utterance: Utterance, features: Features) -> None:
+        utterance.cache_hit, utterance.seed = True, features.seed
+        utterance._sentences = _sentences([""] * len(features.pauses_s), features.pauses_s)
+        for sentence, codes in zip(utterance._sentences, features.sentences(), strict=True):
+            sentence.codes = codes
+
+    def _feed(self, ended: list[Utterance]) -> None:
+        """Hand waiting sentences to the engine as rows become free, one utterance after the other in turn."""
+        room = self._engine.batch_limit - self._engine.live - self._engine.waiting
+        while room > 0:
+            hungry = [u for u in self._active if u._pending]
+            if not hungry:
+                return
+            self._turn += 1
+            utterance = hungry[self._turn % len(hungry)]
+            sentence = utterance._pending.popleft()
+            try:
+                sentence.sequence = self._engine.submit(
+                    text_prompt(self._speech.tokenizer, self._speech.num_codebooks, sentence.text),
+                    utterance.request.params,
+                    prefix=self._prefix(utterance),
+                    seed=(utterance.seed + utterance._sentences.index(sentence) * _SEED_STEP) & MAX_SEED,
+                )
+            except ShoalError as error:  # this text and voice do not fit the model: nobody else's concern
+                self._fail(utterance, error)
+                ended.append(utterance)
+                continue
+            self._by_sequence[sentence.sequence] = (utterance, sentence)
+            room -= 1
+
+    def _prefix(self, utterance: Utterance) -> KVPrefix | None:
+        return self._speech.voices.prefix(utterance.voice) if utterance.voice else utterance._shared_prefix
+
+    def _sentence_decoded(self, sequence: Sequence) -> None:
+        utterance, sentence = self._by_sequence.pop(sequence)
+        sentence.codes = sequence.codes().numpy()
+        first, *others = utterance._sentences
+        if sentence is first and others and not utterance.voice:
+            # With no voice given the first sentence becomes the others' voice, so that the timbre stays the same.
+            prompt = VoicePrompt((sentence.text,), (torch.from_numpy(sentence.codes),))
+            utterance._shared_prefix = self._speech.compute_prefix(prompt)
+            utterance._pending.extend(others)
+
+    def _due(self) -> list[tuple[_Sentence, int]]:
+        """Sentences that should sound further now, and up to which frame."""
+        due = []
+        for utterance in self._active:
+            for sentence in utterance._sentences:
+                if sentence.sounded:
+                    continue
+                if sentence.codes is not None:
+                    due.append((sentence, sentence.codes.shape[1]))
+                elif utterance.request.stream and sentence.sequence:
+                    # The last frame so far waits: only when its sentence has ended is it known whether to fade it.
+                    ready = sentence.sequence.frames - 1
+                    if ready - sentence.emitted >= utterance._next_chunk:
+                        utterance._next_chunk = min(2 * utterance._next_chunk, _LARGEST_CHUNK)
+                        due.append((sentence, ready))
+                if utterance.request.stream:
+                    break  # a stream is made in its order
+        return due
+
+    @torch.inference_mode()
+    def _make_audio(self, due: Seq[tuple[_Sentence, int]]) -> None:
+        """Decode the due frames of all sentences in one ragged batch, each with the past that its samples need."""
+        if not due:
+            return
+        codec, per_frame = self._speech.codec, self._speech.codec.config.samples_per_frame
+        windows, skipped = [], []
+        for sentence, end in due:
+            begin = max(0, sentence.emitted - codec.context_frames)
+            known = sentence.codes[:, begin:end] if sentence.codes is not None else None
+            windows.append(known if known is not None else sentence.sequence.codes(begin)[:, : end - begin].numpy())
+            skipped.append((sentence.emitted - begin) * per_frame)
+        lengths = torch.tensor([window.shape[1] for window in windows])
+        batch = torch.zeros(len(due), windows[0].shape[0], int(lengths.max()), dtype=torch.int64)
+        for i, window in enumerate(windows):
+            batch[i, :, : window.shape[1]] = torch.from_numpy(window)
+        device = self._speech.device
+        audio = codec.decode(batch.to(device), lengths.to(device)).cpu().numpy()
+        rate = self._speech.sample_rate
+        for i, (sentence, end) in enumerate(due):
+            piece = audio[i, skipped[i] : int(lengths[i]) * per_frame]
+            if sentence.emitted == 0 and not sentence.first:
+                piece = fade_in(piece, rate)
+            sentence.emitted = end
+            if sentence.sounded and not sentence.last:
+                piece = np.concatenate([fade_out(piece, rate), silence(sentence.pause_s, rate)])
+            sentence.audio.append(piece)
+        for utterance in self._active:
+            _collect(utterance)
+
+    def _complete(self, utterance: Utterance) -> None:
+        from shoal.speech import Speech
+
+        sentences, request = utterance._sentences, utterance.request
+        features = Features(
+            codes=np.concatenate([s.codes for s in sentences], axis=1),
+            sentence_frames=tuple(s.codes.shape[1] for s in sentences),
+            pauses_s=tuple(s.pause_s for s in sentences),
+            text=utterance.text,
+            seed=utterance.seed,
+            fingerprint=self._speech.fingerprint,
+        )
+        if request.use_cache and not utterance.cache_hit:
+            self._speech.cache.store_features(utterance.key, features)
+        utterance.result = Speech(
+            audio=np.concatenate(utterance._pieces),
+            sample_rate=self._speech.sample_rate,
+            features=features,
+            seed=utterance.seed,
+            cache_hit=utterance.cache_hit,
+            batch_size=utterance.batch_size,
+        )
+        self._active.remove(utterance)
+
+    def _fail(self, utterance: Utterance, error: ShoalError) -> None:
+        for sentence in utterance._sentences:
+            if sentence.sequence and self._by_sequence.pop(sentence.sequence, None):
+                self._engine.cancel(sentence.sequence)
+        utterance._pending.clear()
+        utterance.error = error
+        self._active.remove(utterance)
+
+    def _abort(self, error: ShoalError) -> list[Utterance]:
+        """After an error that left the engine in an unknown state: everything in it fails, the next request works."""
+        log.exception("decoding failed, %d requests are lost", len(self._active))
+        self._engine.abort()
+        self._by_sequence.clear()
+        lost = list(self._active)
+        for utterance in lost:
+            self._fail(utterance, error)
+        return lost
+
+
+def _sentences(texts: Seq[str], pauses_s: Seq[float]) -> list[_Sentence]:
+    last = len(texts) - 1
+    return [_Sentence(t, p, i == 0, i == last) for i, (t, p) in enumerate(zip(texts, pauses_s, strict=True))]
+
+
+def _collect(utterance: Utterance) -> None:
+    """Move what has become audio from the sentences to the utterance, in the order of the text."""
+    for sentence in utterance._sentences[utterance._collected :]:
+        utterance._pieces += sentence.audio
+        sentence.audio.clear()
+        if not sentence.sounded:
+            return
+        utterance._collected += 1

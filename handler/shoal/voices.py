@@ -1,0 +1,154 @@
+"""Voices: reference audio -> VQ codes -> KV prefix, by name or by content hash. Knows nothing of requests.
+
+Encoding a reference and prefilling its prompt both cost far more than a frame, so both are kept, bounded by bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from shoal.engine import KVPrefix
+from shoal.errors import RequestError, ShoalError
+from shoal.lru import ByteLRU
+from shoal.model.firefly import Firefly
+from shoal.prompt import VoicePrompt
+
+_AUDIO_SUFFIXES = (".wav", ".flac", ".ogg", ".mp3")
+_TEXT_SUFFIXES = (".txt", ".lab")  # .lab is what upstream's reference folders use
+
+
+@dataclass(frozen=True, eq=False)
+class Voice:
+    """A voice ready to use: its prompt and the hash of what it is made of."""
+
+    prompt: VoicePrompt
+    id: str = field(default="")
+
+    def __post_init__(self) -> None:
+        if not self.id:
+            digest = hashlib.sha256()
+            for text, codes in zip(self.prompt.texts, self.prompt.codes, strict=True):
+                digest.update(text.encode("utf-8", "surrogatepass") + b"\0")
+                digest.update(np.ascontiguousarray(codes.to("cpu", torch.int16).numpy()).tobytes())
+            object.__setattr__(self, "id", digest.hexdigest()[:32])
+
+
+class VoiceStore:
+    """Registered voices, and the caches of encoded references and prefilled prompts.
+
+    Args:
+        prefill: computes the KV prefix of a voice's prompt.
+        max_code_bytes, max_prefix_bytes: bounds of the two caches.
+    """
+
+    def __init__(
+        self,
+        codec: Firefly,
+        prefill: Callable[[VoicePrompt], KVPrefix],
+        *,
+        max_code_bytes: int = 8 * 1024**2,
+        max_prefix_bytes: int = 512 * 1024**2,
+    ) -> None:
+        self._codec, self._prefill = codec, prefill
+        self._named: dict[str, Voice] = {}
+        self._encoded: ByteLRU[Voice] = ByteLRU(max_code_bytes, _voice_bytes)
+        self._prefixes: ByteLRU[KVPrefix] = ByteLRU(max_prefix_bytes, lambda prefix: prefix.nbytes)
+
+    @property
+    def sample_rate(self) -> int:
+        return self._codec.config.sample_rate
+
+    def names(self) -> list[str]:
+        return sorted(self._named)
+
+    def register(self, name: str, references: Sequence[tuple[np.ndarray, str]]) -> Voice:
+        """Give a name to (audio, text) references; audio float32 mono at `sample_rate`."""
+        voice = self._named[name] = self.encode(references)
+        return voice
+
+    def load_folder(self, folder: str | Path) -> list[str]:
+        """Register every voice of a folder and return their names.
+
+        A voice is a subfolder of audio files, or an audio file, named like the voice; each audio file has its text
+        beside it (.txt or .lab).
+
+        Raises:
+            ShoalError: an audio file cannot be read or has no text.
+        """
+        found = []
+        for entry in sorted(Path(folder).iterdir()):
+            if entry.is_dir():
+                files = [f for f in sorted(entry.iterdir()) if f.suffix.lower() in _AUDIO_SUFFIXES]
+                name = entry.name
+            elif entry.suffix.lower() in _AUDIO_SUFFIXES:
+                files, name = [entry], entry.stem
+            else:
+                continue
+            if files:
+                self.register(name, [_read_reference(file, self.sample_rate) for file in files])
+                found.append(name)
+        return found
+
+    def encode(self, references: Sequence[tuple[np.ndarray, str]]) -> Voice:
+        """References (audio float32 mono at `sample_rate`, text) as a voice; the same content is encoded once."""
+        digest = hashlib.sha256()
+        for audio, text in references:
+            digest.update(text.encode("utf-8", "surrogatepass") + b"\0" + np.ascontiguousarray(audio).tobytes())
+        return self._encoded.get_or_make(digest.hexdigest(), lambda: self._encode(references))
+
+    def resolve(self, voice: str | Voice | VoicePrompt | None) -> Voice | None:
+        """The voice that a request names or brings.
+
+        Raises:
+            RequestError: no voice has that name.
+        """
+        if voice is None or isinstance(voice, Voice):
+            return voice
+        if isinstance(voice, VoicePrompt):
+            return Voice(voice)
+        if voice not in self._named:
+            known = ", ".join(self.names()) or "none is registered"
+            raise RequestError(f"unknown voice {voice!r}; known voices: {known}")
+        return self._named[voice]
+
+    def prefix(self, voice: Voice) -> KVPrefix:
+        """The prefilled prompt of a voice, computed once as long as it stays in the cache."""
+        return self._prefixes.get_or_make(voice.id, lambda: self._prefill(voice.prompt))
+
+    @torch.inference_mode()
+    def _encode(self, references: Sequence[tuple[np.ndarray, str]]) -> Voice:
+        longest = max((len(audio) for audio, _ in references), default=0)
+        if not references or min(len(audio) for audio, _ in references) < self._codec.config.samples_per_frame:
+            raise RequestError("a reference recording is shorter than one frame (0.05 s); use some seconds of speech")
+        batch = torch.zeros(len(references), longest)
+        for i, (audio, _) in enumerate(references):
+            batch[i, : len(audio)] = torch.from_numpy(np.asarray(audio, dtype=np.float32))
+        device = next(self._codec.parameters()).device
+        lengths = torch.tensor([len(audio) for audio, _ in references], device=device)
+        codes, frames = self._codec.encode(batch.to(device), lengths)
+        parts = tuple(codes[i, :, : int(n)].to("cpu", copy=True) for i, n in enumerate(frames))
+        return Voice(VoicePrompt(texts=tuple(text for _, text in references), codes=parts))
+
+
+def _voice_bytes(voice: Voice) -> int:
+    return sum(codes.nbytes for codes in voice.prompt.codes) + 1024
+
+
+def _read_reference(file: Path, sample_rate: int) -> tuple[np.ndarray, str]:
+    import soundfile
+    import soxr
+
+    text_file = next((file.with_suffix(s) for s in _TEXT_SUFFIXES if file.with_suffix(s).exists()), None)
+    if text_file is None:
+        raise ShoalError(f"{file}: its text is missing; put what is said there into {file.with_suffix('.txt').name}")
+    try:
+        audio, rate = soundfile.read(file, dtype="float32", always_2d=True)
+    except (soundfile.SoundFileError, OSError) as error:
+        raise ShoalError(f"{file}: cannot be read as audio ({error}); use wav, flac, ogg or mp3") from None
+    return soxr.resample(audio.mean(axis=1), rate, sample_rate), text_file.read_text(encoding="utf-8").strip()
