@@ -131,7 +131,7 @@ def upstream_generate(
     `noise` is a seed for upstream's SamplingRng, or gives the noise of frame after frame, each a flat tensor or a
     sequence of tensors with the lengths of `noise_sizes(model)`; a token is the argmax of probability / noise.
     `semantic_only` takes all tokens but the semantic ones and `<|im_end|>` out of the slow head's logits; without it
-    the loop raises IndexError as soon as a token above the semantic range is sampled.
+    the loop raises IndexError as soon as a row above the semantic range is sampled.
     """
     if max_new_tokens < 2:
         raise ValueError("upstream's loop cannot generate fewer than 2 frames (0 means: until the cache is full)")
