@@ -1,0 +1,355 @@
+"""The step loop behind a server: requests in, slices of decoding, replies out. Free of TorchServe's types.
+
+A server calls `admit` for each new request, then again and again `run_slice` and `collect`. Nothing here blocks for
+longer than a slice and one decode step (and, for a request that brings its own voice, the encoding of that voice), and
+nothing that one request does wrong reaches another.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from shoal.errors import CancelledError, CapacityError, RequestTimeoutError, ShoalError
+from shoal.sampling import SamplingParams
+from shoal.scheduler import SpeechRequest, Utterance
+from shoal.serving.audio import CONTENT_TYPES, StreamEncoder, decode_reference, encode_audio
+from shoal.serving.limits import HandlerSettings
+from shoal.serving.replies import Reply, error_reply, presentable, sse_delta, sse_done, sse_error
+from shoal.serving.schema import TTSRequest, is_openai_path, parse_request
+
+if TYPE_CHECKING:
+    from shoal.prompt import VoicePrompt
+    from shoal.speech import FishSpeech, Speech
+
+logger = logging.getLogger(__name__)
+
+# A slice ends early for a finished utterance, but not before this part of it: calls from the server are not free.
+_MIN_SLICE = 0.2
+
+
+@dataclass(frozen=True)
+class RequestRecord:
+    """What became of one request, for metrics and logs."""
+
+    request_id: str
+    outcome: str  # ok, cancelled, or the "type" of the error that it was answered with
+    status: int
+    seconds: float  # wall clock, admission to the last reply
+    first_audio_s: float | None = None  # wall clock, admission to the first sample
+    audio_seconds: float = 0.0
+    batch_size: int = 0
+    cache_hit: bool = False
+
+    @property
+    def real_time_factor(self) -> float | None:
+        """Seconds of work per second of audio; None where no audio came out."""
+        return self.seconds / self.audio_seconds if self.audio_seconds else None
+
+
+@dataclass
+class _Job:
+    """One request between admission and its last reply."""
+
+    request: TTSRequest
+    utterance: Utterance
+    openai: bool
+    streams: bool
+    admitted: float
+    deadline: float
+    encoder: StreamEncoder | None = None
+    ready: list[np.ndarray] = field(default_factory=list)  # audio taken from the scheduler, not yet encoded
+    samples: int = 0  # of audio that came out so far
+    started: bool = False  # a part of the reply has left: status and headers are fixed
+    first_audio: float | None = None
+
+
+class SpeechService:
+    """Serves one model to many requests. Not thread-safe: one thread calls everything."""
+
+    def __init__(
+        self,
+        model: FishSpeech,
+        settings: HandlerSettings | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.model = model
+        self.settings = settings or HandlerSettings()
+        self.limits = self.settings.limits
+        self._clock = clock
+        self._scheduler = model.scheduler
+        if self.settings.batch_limit is not None:
+            self._scheduler.batch_limit = self.settings.batch_limit
+        self._jobs: dict[str, _Job] = {}
+        self._replies: dict[str, Reply] = {}  # final replies that wait for collect()
+        self._records: list[RequestRecord] = []
+
+    @property
+    def pending(self) -> bool:
+        """Whether any request still waits for its last reply."""
+        return bool(self._jobs or self._replies)
+
+    def knows(self, request_id: str) -> bool:
+        """Whether the request was admitted and has not had its last reply."""
+        return request_id in self._jobs or request_id in self._replies
+
+    def request_ids(self) -> list[str]:
+        """The requests that were admitted and have not had their last reply."""
+        return [*self._jobs, *self._replies]
+
+    def admit(
+        self,
+        request_id: str,
+        body: Any,
+        content_type: str | None = None,
+        url_path: str | None = None,
+        *,
+        may_stream: bool = True,
+    ) -> None:
+        """Check a request and queue it; what is wrong with it becomes its reply. Never raises for a request's sake.
+
+        may_stream: False where the transport carries whole replies only; streams are then answered in one piece.
+        """
+        now, openai = self._clock(), is_openai_path(url_path)
+        try:
+            if len(self._jobs) >= self.model.max_batch_size + self.limits.max_waiting:
+                raise CapacityError(
+                    f"{len(self._jobs)} requests are being worked on; try again later", self.limits.retry_after_s
+                )
+            request = parse_request(body, content_type, url_path, self.limits, self.model.voices.names())
+            streams = may_stream and (request.streaming or request.stream_format == "sse")
+            utterance = self._scheduler.submit(self._speech_request(request, streams))
+        except Exception as exc:
+            self._reject(request_id, exc, now, openai)
+            return
+        if self.settings.log_texts:
+            logger.info("request %s: %d characters: %r", request_id, len(request.text), request.text[:200])
+        self._jobs[request_id] = _Job(request, utterance, openai, streams, now, now + self.limits.max_seconds)
+
+    def admit_describe(self, request_id: str) -> None:
+        """Queue a question about the server itself; its reply is `describe()` as JSON."""
+        self._replies[request_id] = Reply(200, "application/json", json.dumps(self.describe()).encode())
+
+    def _speech_request(self, request: TTSRequest, streams: bool) -> SpeechRequest:
+        voice: str | VoicePrompt | None = request.reference_id
+        if request.references:
+            samples, left = [], self.limits.max_reference_seconds
+            for reference in request.references:
+                audio = decode_reference(reference.audio, self.model.sample_rate, left, self.limits.max_reference_bytes)
+                left -= len(audio) / self.model.sample_rate
+                samples.append((audio, reference.text))
+            voice = self.model.voices.encode(samples)
+        params = SamplingParams(
+            temperature=request.temperature,
+            top_p=request.top_p,
+            repetition_penalty=request.repetition_penalty,
+            seed=request.seed,
+            max_new_tokens=min(request.max_new_tokens, self.limits.max_new_tokens),
+        )
+        return SpeechRequest(
+            request.text,
+            voice=voice,
+            params=params,
+            use_cache=request.use_memory_cache == "on",
+            stream=streams,
+            chunk_length=request.chunk_length,
+        )
+
+    def run_slice(self, seconds: float | None = None) -> None:
+        """Decode for about `seconds` (default: the settings' slice), less when a reply is ready or there is no work."""
+        seconds = self.settings.slice_ms / 1000 if seconds is None else seconds
+        begin = self._clock()
+        self._expire(begin)
+        while self._jobs and not self._scheduler.idle:
+            try:
+                finished = self._scheduler.step()
+            except Exception as exc:
+                self._fail_all(exc)
+                return
+            first = self._take_audio()
+            spent = self._clock() - begin
+            if spent >= seconds or ((finished or first) and spent >= seconds * _MIN_SLICE):
+                return
+
+    def _take_audio(self) -> bool:
+        """Move streamed audio out of the scheduler; True when a stream has got its first."""
+        first = False
+        for job in self._jobs.values():
+            if job.streams and len(audio := job.utterance.take_audio()):
+                job.ready.append(audio)
+                if job.first_audio is None:
+                    job.first_audio, first = self._clock(), True
+        return first
+
+    def collect(self) -> dict[str, Reply]:
+        """What there is to say now, by request id. A request is forgotten with its final reply."""
+        self._take_audio()
+        out, self._replies = self._replies, {}
+        for request_id, job in list(self._jobs.items()):
+            try:
+                reply = self._reply_of(request_id, job)
+            except Exception as exc:
+                self._scheduler.cancel(job.utterance)
+                reply = self._failure(request_id, job, exc)
+            if reply is None:
+                continue
+            job.started = True
+            out[request_id] = reply
+            if reply.final:
+                del self._jobs[request_id]
+        return out
+
+    def cancel(self, request_id: str) -> None:
+        """The client is gone: free its rows at once, and say nothing more to it."""
+        self._replies.pop(request_id, None)
+        job = self._jobs.pop(request_id, None)
+        if job is not None:
+            self._scheduler.cancel(job.utterance)
+            self._record(request_id, job, "cancelled", CancelledError.status)
+
+    def take_records(self) -> list[RequestRecord]:
+        """The requests that ended since the last call."""
+        records, self._records = self._records, []
+        return records
+
+    def describe(self) -> dict[str, Any]:
+        """What serves here, for people and dashboards: no paths."""
+        model = self.model
+        return {
+            "engine": "shoal",
+            "checkpoint": model.fingerprint,
+            "sample_rate": model.sample_rate,
+            "num_codebooks": model.num_codebooks,
+            "max_batch_size": model.max_batch_size,
+            "batch_limit": self._scheduler.batch_limit,
+            "live": self._scheduler.live,
+            "waiting": self._scheduler.waiting,
+            "voices": list(model.voices.names()),
+            "limits": self.limits.model_dump(),
+        }
+
+    # -- replies ------------------------------------------------------------------------------------------------------
+
+    def _reply_of(self, request_id: str, job: _Job) -> Reply | None:
+        utterance = job.utterance
+        if utterance.error is not None:
+            return self._failure(request_id, job, utterance.error)
+        if utterance.done:
+            return self._last_part(request_id, job, utterance.result)
+        if not job.streams:
+            if self._scheduler.idle:
+                raise RuntimeError("the scheduler is idle, but this request is not done")
+            return None
+        body = self._encode_ready(job)
+        if not body and not job.started:
+            return None
+        return Reply(200, self._content_type(job), body, self._headers(job), final=False, stream=True)
+
+    def _encode_ready(self, job: _Job) -> bytes:
+        """Encode what a stream has got; b"" while there is nothing, or while the encoder gathers."""
+        if not job.ready:
+            return b""
+        if job.encoder is None:
+            job.encoder = StreamEncoder(job.request.format, self.model.sample_rate, job.request.sample_rate)
+        audio = np.concatenate(job.ready)
+        job.ready.clear()
+        job.samples += len(audio)
+        data = job.encoder.push(audio)
+        return sse_delta(data) if job.request.stream_format == "sse" else data
+
+    def _last_part(self, request_id: str, job: _Job, speech: Speech) -> Reply:
+        request, sse = job.request, job.request.stream_format == "sse"
+        if job.started:
+            body = self._encode_ready(job)
+            rest = job.encoder.finish() if job.encoder is not None else b""
+            body += sse_delta(rest) if sse else rest
+        else:
+            job.samples = len(speech.audio)
+            encoded, _ = encode_audio(speech.audio, speech.sample_rate, request.format, request.sample_rate)
+            body = sse_delta(encoded) if sse else encoded
+        if sse:
+            body += sse_done(len(request.text), speech.features.codes.shape[-1])
+        self._record(request_id, job, "ok", 200, speech)
+        return Reply(200, self._content_type(job), body, self._headers(job, speech), stream=job.started)
+
+    def _content_type(self, job: _Job) -> str:
+        return "text/event-stream" if job.request.stream_format == "sse" else CONTENT_TYPES[job.request.format]
+
+    def _headers(self, job: _Job, speech: Speech | None = None) -> dict[str, str]:
+        """What is known when a reply starts; a stream's length and times are not."""
+        utterance = job.utterance
+        headers = {
+            "X-Shoal-Cache": "hit" if utterance.cache_hit else "miss",
+            "X-Shoal-Seed": str(utterance.seed),
+        }
+        if speech is not None:
+            headers["X-Shoal-Audio-Seconds"] = f"{speech.seconds:.3f}"
+            headers["X-Shoal-Batch-Size"] = str(speech.batch_size)
+            headers["X-Shoal-Time-Ms"] = f"{(self._clock() - job.admitted) * 1000:.1f}"
+        return headers
+
+    # -- failures -----------------------------------------------------------------------------------------------------
+
+    def _reject(self, request_id: str, exc: Exception, admitted: float, openai: bool) -> None:
+        reply = error_reply(presentable(exc, request_id), openai=openai)
+        self._replies[request_id] = reply
+        self._records.append(RequestRecord(request_id, "rejected", reply.status, self._clock() - admitted))
+
+    def _failure(self, request_id: str, job: _Job, exc: BaseException) -> Reply:
+        """The last reply of a request that failed; once its stream has begun, only the end of the stream can tell."""
+        error = presentable(exc, request_id)
+        self._record(request_id, job, "failed", error.status)
+        if not job.started:
+            return error_reply(error, openai=job.openai)
+        logger.warning("request %s: its stream ends early: %s", request_id, error)
+        body = sse_error(error) if job.request.stream_format == "sse" else b""
+        return Reply(200, self._content_type(job), body, stream=True)
+
+    def _end(self, request_id: str, job: _Job, error: ShoalError) -> None:
+        """Stop a request's decoding and leave its last reply for collect()."""
+        self._scheduler.cancel(job.utterance)
+        self._replies[request_id] = self._failure(request_id, job, error)
+        del self._jobs[request_id]
+
+    def _expire(self, now: float) -> None:
+        for request_id, job in list(self._jobs.items()):
+            if now >= job.deadline and not job.utterance.done:
+                seconds = self.limits.max_seconds
+                self._end(
+                    request_id,
+                    job,
+                    RequestTimeoutError(
+                        f"not done after the {seconds:g} s allowed; send a shorter text or try again later"
+                    ),
+                )
+
+    def _fail_all(self, exc: Exception) -> None:
+        """A step raised, so no row's state can be trusted: stop and tell everyone who waits."""
+        for request_id, job in list(self._jobs.items()):
+            if not job.utterance.done:
+                self._scheduler.cancel(job.utterance)
+                self._replies[request_id] = self._failure(request_id, job, exc)
+                del self._jobs[request_id]
+
+    def _record(self, request_id: str, job: _Job, outcome: str, status: int, speech: Speech | None = None) -> None:
+        now = self._clock()
+        first = job.first_audio if job.first_audio is not None else now if speech is not None else None
+        self._records.append(
+            RequestRecord(
+                request_id,
+                outcome,
+                status,
+                now - job.admitted,
+                None if first is None else first - job.admitted,
+                speech.seconds if speech is not None else job.samples / self.model.sample_rate,
+                job.utterance.batch_size,
+                job.utterance.cache_hit,
+            )
+        )
