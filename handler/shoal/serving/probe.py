@@ -1,0 +1,53 @@
+"""Asks a TorchServe how its workers are: over the management API, and from the logs that it writes. Starts nothing."""
+
+from __future__ import annotations
+
+import json
+import re
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+# What TorchServe writes to its logs when a worker ended before it was ready.
+_WORKER_DIED = re.compile(r"Backend worker process died|Load model failed|Retry worker:")
+
+
+def worker_states(management_url: str, name: str) -> list[str]:
+    """States of a model's workers, such as READY or UNLOADING; empty where the server or the model is not there."""
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(f"{management_url}/models/{name}", timeout=5) as reply:
+            versions = json.load(reply)
+    except (urllib.error.URLError, OSError, ValueError):
+        return []
+    return [worker["status"] for version in versions for worker in version["workers"]]
+
+
+def worker_error(log_dir: Path) -> str:
+    """What a worker's last traceback ends in, or its last line."""
+    lines = [line.split(" - ", 1)[-1] for line in _read(log_dir / "model_log.log").splitlines()]
+    starts = [i for i, line in enumerate(lines) if line.startswith("Traceback ")]
+    if starts:
+        for i in range(starts[-1] + 1, len(lines)):
+            if lines[i] and not lines[i].startswith((" ", "\t")):
+                return lines[i]
+    return next((line for line in reversed(lines) if line.strip()), "it wrote no log")
+
+
+def worker_died(log_dir: Path) -> bool:
+    """Whether the logs tell of a worker that ended while it started."""
+    return any(_WORKER_DIED.search(_read(log_dir / name)) for name in ("model_log.log", "ts_log.log"))
+
+
+def last_words(log: Path) -> str:
+    """The last line of a log that looks like an error, else its last line."""
+    lines = [line for line in _read(log).splitlines() if line.strip()]
+    errors = [line for line in lines if re.search(r"error|exception|not found|already", line, re.IGNORECASE)]
+    return (errors or lines or ["it said nothing"])[-1].strip()
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
