@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import math
 import sys
 import types
 from functools import cache
@@ -68,40 +69,70 @@ def modules() -> tuple[ModuleType, ModuleType, ModuleType]:
     return firefly, fsq, spectrogram
 
 
-def build(config: CodecConfig) -> torch.nn.Module:
-    """Upstream's FireflyArchitecture of this geometry, with upstream's own initial weights (weight norm unfolded)."""
+def build(config: CodecConfig, seed: int = 0) -> torch.nn.Module:
+    """Upstream's FireflyArchitecture of this geometry with random weights, weight norm not folded.
+
+    Upstream's own initial weights make the codec constant (layer scale 1e-6, standard deviations of 0.01 and 0.02);
+    these carry a signal of about unit size through every layer, so that codes and samples vary.
+    """
     firefly, fsq, spectrogram = modules()
-    return firefly.FireflyArchitecture(
-        backbone=firefly.ConvNeXtEncoder(
-            input_channels=config.n_mels,
-            depths=list(config.depths),
-            dims=list(config.dims),
-            drop_path_rate=0.2,
-            kernel_size=config.encoder_kernel_size,
-        ),
-        head=firefly.HiFiGANGenerator(
-            hop_length=config.hop_length,
-            upsample_rates=config.upsample_rates,
-            upsample_kernel_sizes=config.upsample_kernel_sizes,
-            resblock_kernel_sizes=config.resblock_kernel_sizes,
-            resblock_dilation_sizes=[config.resblock_dilations] * len(config.resblock_kernel_sizes),
-            num_mels=config.dims[-1],
-            upsample_initial_channel=config.upsample_initial_channel,
-            pre_conv_kernel_size=config.pre_conv_kernel_size,
-            post_conv_kernel_size=config.post_conv_kernel_size,
-        ),
-        quantizer=fsq.DownsampleFiniteScalarQuantize(
-            input_dim=config.dims[-1],
-            n_groups=config.n_groups,
-            n_codebooks=config.n_codebooks,
-            levels=list(config.levels),
-            downsample_factor=config.downsample_factor,
-        ),
-        spec_transform=spectrogram.LogMelSpectrogram(
-            sample_rate=config.sample_rate,
-            n_fft=config.n_fft,
-            win_length=config.win_length,
-            hop_length=config.hop_length,
-            n_mels=config.n_mels,
-        ),
-    ).eval()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.nn.init, "trunc_normal_", lambda tensor, **_: tensor)  # slow, and overwritten below
+        model = firefly.FireflyArchitecture(
+            backbone=firefly.ConvNeXtEncoder(
+                input_channels=config.n_mels,
+                depths=list(config.depths),
+                dims=list(config.dims),
+                drop_path_rate=0.2,
+                kernel_size=config.encoder_kernel_size,
+            ),
+            head=firefly.HiFiGANGenerator(
+                hop_length=config.hop_length,
+                upsample_rates=config.upsample_rates,
+                upsample_kernel_sizes=config.upsample_kernel_sizes,
+                resblock_kernel_sizes=config.resblock_kernel_sizes,
+                resblock_dilation_sizes=[config.resblock_dilations] * len(config.resblock_kernel_sizes),
+                num_mels=config.dims[-1],
+                upsample_initial_channel=config.upsample_initial_channel,
+                pre_conv_kernel_size=config.pre_conv_kernel_size,
+                post_conv_kernel_size=config.post_conv_kernel_size,
+            ),
+            quantizer=fsq.DownsampleFiniteScalarQuantize(
+                input_dim=config.dims[-1],
+                n_groups=config.n_groups,
+                n_codebooks=config.n_codebooks,
+                levels=list(config.levels),
+                downsample_factor=config.downsample_factor,
+            ),
+            spec_transform=spectrogram.LogMelSpectrogram(
+                sample_rate=config.sample_rate,
+                n_fft=config.n_fft,
+                win_length=config.win_length,
+                hop_length=config.hop_length,
+                n_mels=config.n_mels,
+            ),
+        ).eval()
+    _randomise(model, torch.Generator().manual_seed(seed))
+    return model.requires_grad_(False)
+
+
+@torch.no_grad()
+def _randomise(model: torch.nn.Module, generator: torch.Generator) -> None:
+    for name, parameter in model.named_parameters():
+        if name.endswith("gamma"):
+            parameter.uniform_(0.1, 0.5, generator=generator)
+        elif name.endswith("original0"):
+            continue  # set with its direction
+        elif parameter.ndim == 1:
+            parameter.normal_(0.0, 0.1, generator=generator)
+            if name.endswith("weight"):  # of a LayerNorm
+                parameter.add_(1.0)
+        else:
+            # a transposed kernel is (in, out, taps), and about two of its taps meet in each output
+            fan_in = 2 * parameter.shape[0] if ".ups." in name else parameter[0].numel()
+            gain = 3.0 if "project_in" in name else 0.3 if "conv_post" in name else 1.2
+            parameter.normal_(0.0, gain / math.sqrt(fan_in), generator=generator)
+            if name.endswith("original1"):
+                lengths = parameter.flatten(1).norm(dim=1).view(-1, *[1] * (parameter.ndim - 1))
+                gains = model.get_parameter(name.removesuffix("1") + "0")
+                gains.uniform_(0.8, 1.2, generator=generator).mul_(lengths)

@@ -66,17 +66,30 @@ def _merge(direction: Tensor, gain: Tensor) -> Tensor:
     return torch._weight_norm(direction.float(), gain.float(), 0).to(direction.dtype)
 
 
+# Activations are (B, C, T) by shape and (B, T, C) in memory: convolutions run as 2-d ones of height 1 in channels-last
+# layout, the faster kernels on the CPU, and LayerNorm and Linear need no copies.
+
+
 class CausalConv1d(nn.Module):
     """Stride-1 convolution over the past: (B, in, T) -> (B, out, T)."""
 
     def __init__(self, channels_in: int, channels_out: int, kernel: int, dilation: int = 1, groups: int = 1) -> None:
         super().__init__()
-        # Padding both sides inside the convolution and dropping the right end spares a padded copy of the input.
         self.past = (kernel - 1) * dilation
-        self.conv = nn.Conv1d(channels_in, channels_out, kernel, dilation=dilation, groups=groups, padding=self.past)
+        self.conv = nn.Conv1d(channels_in, channels_out, kernel, dilation=dilation, groups=groups)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.conv(x)[..., : x.shape[-1]]
+        conv = self.conv
+        # Padding both ends inside the convolution and dropping the right one spares a padded copy of the input.
+        y = F.conv2d(
+            x[:, :, None],
+            conv.weight[:, :, None],
+            conv.bias,
+            padding=(0, self.past),
+            dilation=(1, conv.dilation[0]),
+            groups=conv.groups,
+        )
+        return y[:, :, 0, : x.shape[-1]]
 
 
 class DownConv1d(nn.Module):
@@ -89,7 +102,8 @@ class DownConv1d(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         missing = -x.shape[-1] % self.factor
-        return self.conv(F.pad(x, (0, missing)) if missing else x)
+        x = F.pad(x, (0, missing)) if missing else x
+        return F.conv2d(x[:, :, None], self.conv.weight[:, :, None], self.conv.bias, stride=(1, self.factor))[:, :, 0]
 
 
 class UpConv1d(nn.Module):
@@ -103,7 +117,9 @@ class UpConv1d(nn.Module):
         self.conv = nn.ConvTranspose1d(channels_in, channels_out, kernel, stride=stride)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.conv(x)[..., : x.shape[-1] * self.stride]
+        conv = self.conv
+        y = F.conv_transpose2d(x[:, :, None], conv.weight[:, :, None], conv.bias, stride=(1, self.stride))
+        return y[:, :, 0, : x.shape[-1] * self.stride]
 
 
 class ChannelNorm(nn.LayerNorm):
@@ -231,7 +247,7 @@ class ResidualFSQ(nn.Module):
         digits = (codes // places % levels - half_width) / half_width  # (B, G, R, T, digits) float32
         scales = (levels - 1.0) ** -torch.arange(self.quantizers, device=codes.device)[:, None, None]
         z = self._project((digits * scales).sum(2).to(dtype), "project_out")
-        return z.mT.reshape(batch, -1, frames)
+        return z.transpose(1, 2).reshape(batch, frames, -1).mT
 
 
 class Quantizer(nn.Module):
@@ -345,16 +361,18 @@ class Firefly(nn.Module):
 
         audio: (B, samples) float32 in -1..1, right padded; lengths: (B,) samples, all of them by default.
         Returns codes (B, num_codebooks, frames) int16, zero past each row's end, and frame lengths (B,) int64. Rows
-        shorter than one hop have 0 frames.
+        shorter than one hop have 0 frames. Raises ValueError if a length exceeds the samples given.
         """
         if lengths is None:
             lengths = torch.full((audio.shape[0],), audio.shape[1])
         lengths = lengths.to(audio.device, torch.int64)
+        longest = int(lengths.max())
+        if longest > audio.shape[1]:
+            raise ValueError(f"a length of {longest} samples is beyond the {audio.shape[1]} given")
         steps = mel_lengths(self.config, lengths)
-        longest = int(steps.max())
-        if longest == 0:
+        if not steps.any():
             return audio.new_zeros(audio.shape[0], self.config.num_codebooks, 0, dtype=torch.int16), steps
-        _, codes = self.quantize(log_mel(self.config, audio, lengths)[..., :longest], steps)
+        _, codes = self.quantize(log_mel(self.config, audio[:, :longest], lengths), steps)
         frames = self.frame_lengths(lengths)
         return codes * _mask(frames, codes.shape[-1])[:, None], frames
 
@@ -436,6 +454,29 @@ class Firefly(nn.Module):
         if start == end:
             return torch.zeros(codes.shape[0], 0, device=codes.device)
         return self._decode_span(codes, start, end)
+
+    def decode_chunks(self, codes: Sequence[Tensor], starts: Sequence[int]) -> list[Tensor]:
+        """The newest audio of several streams, which may be at different places, in at most two passes.
+
+        codes: per stream (num_codebooks, frames) from frame 0 on; starts: how many of its frames have been decoded.
+        Returns per stream the audio of the frames from its start on, ((frames - start) * samples_per_frame,), as
+        `decode_chunk` gives it. Everything new passes at once: meant for chunks, not for whole utterances.
+        """
+        hop, reach = self.config.samples_per_frame, self.context_frames
+        chunks = [torch.zeros(0, device=row.device) for row in codes]
+        # Streams that have their full context share it; the young ones are decoded from their beginning.
+        young = [i for i, start in enumerate(starts) if start < min(reach, codes[i].shape[-1])]
+        grown = [i for i, start in enumerate(starts) if reach <= start < codes[i].shape[-1]]
+        for rows, context in ((young, 0), (grown, reach)):
+            if not rows:
+                continue
+            windows = [codes[i][:, starts[i] - context if context else 0 :].mT for i in rows]
+            batch = nn.utils.rnn.pad_sequence(windows, batch_first=True).mT
+            audio = self.synthesize(self.quantizer.residual_fsq.lookup(batch, self._dtype), context)
+            for i, row, window in zip(rows, audio, windows, strict=True):
+                skip = 0 if context else starts[i]
+                chunks[i] = row[skip * hop : (len(window) - context) * hop]
+        return chunks
 
     def _decode_span(self, codes: Tensor, start: int, stop: int) -> Tensor:
         context = min(start, self.context_frames)
