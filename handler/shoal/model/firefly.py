@@ -11,25 +11,24 @@ State-dict names are those of the published firefly-gan-vq-fsq checkpoints with 
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Sequence
-from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..config import CodecConfig
+from .causal import CausalConv1d, ChannelNorm, ConvNeXtBlock, DownConv1d, UpConv1d
+from .fsq import ResidualFSQ
 from .mel import log_mel, mel_lengths
 
-_NORM_EPS = 1e-6
-_LAYER_SCALE_INIT = 1e-6
 _STEM_KERNEL = 7  # fixed upstream; encoder_kernel_size concerns the backbone's blocks only
 _RESAMPLE_KERNEL = 7
 
 # Code frames (rows x frames) that `decode` runs through the head at once. The published geometry takes about 0.7 MB of
 # activations a frame.
-DECODE_MAX_FRAMES = 2048
+DECODE_MAX_FRAMES = 1024
+_MIN_WINDOW = 32  # frames; a window's context costs as much as about 3 frames
 
 
 def fold_weight_norm(state: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -66,89 +65,6 @@ def _merge(direction: Tensor, gain: Tensor) -> Tensor:
     return torch._weight_norm(direction.float(), gain.float(), 0).to(direction.dtype)
 
 
-# Activations are (B, C, T) by shape and (B, T, C) in memory: convolutions run as 2-d ones of height 1 in channels-last
-# layout, the faster kernels on the CPU, and LayerNorm and Linear need no copies.
-
-
-class CausalConv1d(nn.Module):
-    """Stride-1 convolution over the past: (B, in, T) -> (B, out, T)."""
-
-    def __init__(self, channels_in: int, channels_out: int, kernel: int, dilation: int = 1, groups: int = 1) -> None:
-        super().__init__()
-        self.past = (kernel - 1) * dilation
-        self.conv = nn.Conv1d(channels_in, channels_out, kernel, dilation=dilation, groups=groups)
-
-    def forward(self, x: Tensor) -> Tensor:
-        conv = self.conv
-        # Padding both ends inside the convolution and dropping the right one spares a padded copy of the input.
-        y = F.conv2d(
-            x[:, :, None],
-            conv.weight[:, :, None],
-            conv.bias,
-            padding=(0, self.past),
-            dilation=(1, conv.dilation[0]),
-            groups=conv.groups,
-        )
-        return y[:, :, 0, : x.shape[-1]]
-
-
-class DownConv1d(nn.Module):
-    """Convolution with kernel = stride; a last partial step is completed with zeros: T -> ceil(T / stride)."""
-
-    def __init__(self, channels_in: int, channels_out: int, factor: int) -> None:
-        super().__init__()
-        self.factor = factor
-        self.conv = nn.Conv1d(channels_in, channels_out, factor, stride=factor)
-
-    def forward(self, x: Tensor) -> Tensor:
-        missing = -x.shape[-1] % self.factor
-        x = F.pad(x, (0, missing)) if missing else x
-        return F.conv2d(x[:, :, None], self.conv.weight[:, :, None], self.conv.bias, stride=(1, self.factor))[:, :, 0]
-
-
-class UpConv1d(nn.Module):
-    """Transposed convolution whose right overhang is cut off: T -> T * stride, from the past only."""
-
-    def __init__(self, channels_in: int, channels_out: int, kernel: int, stride: int) -> None:
-        super().__init__()
-        if kernel < stride:
-            raise ValueError(f"upsampling kernel {kernel} is shorter than its stride {stride}: it would leave gaps")
-        self.kernel, self.stride = kernel, stride
-        self.conv = nn.ConvTranspose1d(channels_in, channels_out, kernel, stride=stride)
-
-    def forward(self, x: Tensor) -> Tensor:
-        conv = self.conv
-        y = F.conv_transpose2d(x[:, :, None], conv.weight[:, :, None], conv.bias, stride=(1, self.stride))
-        return y[:, :, 0, : x.shape[-1] * self.stride]
-
-
-class ChannelNorm(nn.LayerNorm):
-    """LayerNorm over the channels of (B, C, T)."""
-
-    def __init__(self, channels: int) -> None:
-        super().__init__(channels, eps=_NORM_EPS)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x.mT).mT
-
-
-class ConvNeXtBlock(nn.Module):
-    """Depthwise causal convolution and a pointwise MLP with a residual: (B, C, T) -> (B, C, T)."""
-
-    def __init__(self, channels: int, kernel: int) -> None:
-        super().__init__()
-        self.dwconv = CausalConv1d(channels, channels, kernel, groups=channels)
-        self.norm = nn.LayerNorm(channels, eps=_NORM_EPS)
-        self.pwconv1 = nn.Linear(channels, 4 * channels)
-        self.pwconv2 = nn.Linear(4 * channels, channels)
-        self.gamma = nn.Parameter(torch.full((channels,), _LAYER_SCALE_INIT))
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.norm(self.dwconv(x).mT)
-        y = self.pwconv2(F.gelu(self.pwconv1(y)))
-        return x + (self.gamma * y).mT
-
-
 class Backbone(nn.Module):
     """ConvNeXt encoder without striding: (B, n_mels, T) -> (B, dims[-1], T)."""
 
@@ -170,84 +86,6 @@ class Backbone(nn.Module):
         for widen, stage in zip(self.downsample_layers, self.stages, strict=True):
             x = stage(widen(x))
         return self.norm(x)
-
-
-@lru_cache(maxsize=16)
-def _fsq_constants(levels: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    # Place values of a code's digits, as in vector_quantize_pytorch: the first level is the lowest digit.
-    with torch.inference_mode(False):
-        places = [math.prod(levels[:i]) for i in range(len(levels))]
-        return torch.tensor(levels, device=device), torch.tensor(places, device=device)
-
-
-class GroupQuantizer(nn.Module):
-    """The projections of one channel group; absent (no weights) where the group is as wide as the code has digits."""
-
-    def __init__(self, channels: int, digits: int) -> None:
-        super().__init__()
-        if channels != digits:
-            self.project_in = nn.Linear(channels, digits)
-            self.project_out = nn.Linear(digits, channels)
-
-
-class ResidualFSQ(nn.Module):
-    """Grouped residual finite scalar quantisation. Codebooks: group by group, then the residuals of a group."""
-
-    def __init__(self, config: CodecConfig) -> None:
-        super().__init__()
-        self.levels, self.quantizers = config.levels, config.n_codebooks
-        width = config.dims[-1] // config.n_groups
-        self.projected = width != len(config.levels)
-        self.rvqs = nn.ModuleList(GroupQuantizer(width, len(config.levels)) for _ in range(config.n_groups))
-
-    def _project(self, x: Tensor, which: str) -> Tensor:
-        """All groups at once: (B, G, T, in) -> (B, G, T, out)."""
-        if not self.projected:
-            return x
-        layers = [getattr(group, which) for group in self.rvqs]
-        weight = torch.stack([layer.weight for layer in layers])
-        bias = torch.stack([layer.bias for layer in layers])
-        return x @ weight.mT + bias[:, None]
-
-    def _bound(self, z: Tensor) -> Tensor:
-        """Squash each digit into its range, so that rounding gives one of its levels."""
-        levels, _ = _fsq_constants(self.levels, z.device)
-        half = (levels - 1) * (1 + 1e-3) / 2
-        offset = torch.where(levels % 2 == 0, 0.5, 0.0)
-        return (z + (offset / half).atanh()).tanh() * half - offset
-
-    def forward(self, z: Tensor) -> tuple[Tensor, Tensor]:
-        """z: (B, C, T) -> quantised z (B, C, T), differentiable straight through, and codes (B, codebooks, T) int16."""
-        batch, channels, frames = z.shape
-        groups = len(self.rvqs)
-        levels, places = _fsq_constants(self.levels, z.device)
-        half_width = levels // 2
-        grouped = z.reshape(batch, groups, channels // groups, frames).mT
-        # float32 from here: half precision would round to the wrong level
-        residual = self._bound(self._project(grouped, "project_in").float())
-        total = torch.zeros_like(residual)
-        codes = []
-        for i in range(self.quantizers):
-            scale = (levels - 1.0) ** -i
-            bounded = self._bound(residual / scale)
-            digits = bounded.round()
-            codes.append(((digits.detach().long() + half_width) * places).sum(-1))
-            quantized = (bounded + (digits - bounded).detach()) / half_width * scale
-            residual = residual - quantized.detach()
-            total = total + quantized
-        out = self._project(total.to(z.dtype), "project_out").mT.reshape(batch, channels, frames)
-        return out, torch.stack(codes, dim=2).reshape(batch, -1, frames).to(torch.int16)
-
-    def lookup(self, codes: Tensor, dtype: torch.dtype) -> Tensor:
-        """codes: (B, codebooks, T) -> quantised z (B, C, T)."""
-        batch, _, frames = codes.shape
-        levels, places = _fsq_constants(self.levels, codes.device)
-        codes = codes.long().reshape(batch, len(self.rvqs), self.quantizers, frames, 1)
-        half_width = levels // 2
-        digits = (codes // places % levels - half_width) / half_width  # (B, G, R, T, digits) float32
-        scales = (levels - 1.0) ** -torch.arange(self.quantizers, device=codes.device)[:, None, None]
-        z = self._project((digits * scales).sum(2).to(dtype), "project_out")
-        return z.transpose(1, 2).reshape(batch, frames, -1).mT
 
 
 class Quantizer(nn.Module):
@@ -420,28 +258,15 @@ class Firefly(nn.Module):
         return torch.tanh(x[:, 0, context:].float())
 
     def decode(self, codes: Tensor, lengths: Tensor | None = None, max_frames: int = DECODE_MAX_FRAMES) -> Tensor:
-        """Audio of a ragged batch of codes.
+        """Audio of a ragged batch of codes that begin at frame 0.
 
         codes: (B, num_codebooks, frames), any integer type, right padded; lengths: (B,) frames, all of them by default.
         Returns (B, frames * samples_per_frame) float32, zero past each row's end. At most `max_frames` frames, counted
-        over all rows, pass through the network at a time (at least one window of 16 a row): longer batches are decoded
-        in windows along time, with the same result.
+        over all rows, pass through the network at a time (but 32 of a row): longer batches are decoded in windows along
+        time, with the same result but for rounding.
         """
-        batch, _, frames = codes.shape
-        ends = [frames] * batch if lengths is None else lengths.tolist()
-        audio = torch.zeros(batch, frames * self.config.samples_per_frame, device=codes.device)
-        start = 0
-        while start < max(ends, default=0):
-            rows = [i for i, end in enumerate(ends) if end > start]
-            stop = min(start + max(16, max_frames // len(rows)), max(ends))
-            picked = codes if len(rows) == batch else codes[rows]
-            samples = slice(start * self.config.samples_per_frame, stop * self.config.samples_per_frame)
-            audio[rows, samples] = self._decode_span(picked, start, stop)
-            start = stop
-        if lengths is not None:
-            ends_in_samples = lengths.to(audio.device) * self.config.samples_per_frame
-            audio *= _mask(ends_in_samples, audio.shape[1])
-        return audio
+        ends = [codes.shape[-1]] * len(codes) if lengths is None else lengths.tolist()
+        return self._decode_ragged(codes, ends, 0, max_frames)
 
     def decode_chunk(self, codes: Tensor, start: int, end: int) -> Tensor:
         """Audio of the frames [start, end) of codes that begin at frame 0: (B, (end - start) * samples_per_frame).
@@ -451,37 +276,55 @@ class Firefly(nn.Module):
         """
         if not 0 <= start <= end <= codes.shape[-1]:
             raise ValueError(f"frames {start} to {end} are not within the {codes.shape[-1]} frames given")
-        if start == end:
-            return torch.zeros(codes.shape[0], 0, device=codes.device)
-        return self._decode_span(codes, start, end)
+        context = min(start, self.context_frames)
+        window = codes[..., start - context : end]
+        return self._decode_ragged(window, [end - start] * len(codes), context, DECODE_MAX_FRAMES)
 
-    def decode_chunks(self, codes: Sequence[Tensor], starts: Sequence[int]) -> list[Tensor]:
-        """The newest audio of several streams, which may be at different places, in at most two passes.
+    def decode_chunks(
+        self, codes: Sequence[Tensor], starts: Sequence[int], max_frames: int = DECODE_MAX_FRAMES
+    ) -> list[Tensor]:
+        """The newest audio of several streams that are at different places, in two batches.
 
-        codes: per stream (num_codebooks, frames) from frame 0 on; starts: how many of its frames have been decoded.
-        Returns per stream the audio of the frames from its start on, ((frames - start) * samples_per_frame,), as
-        `decode_chunk` gives it. Everything new passes at once: meant for chunks, not for whole utterances.
+        codes: per stream (num_codebooks, frames), from its first frame on or, just as good, from `context_frames`
+        before its start; starts: the index in it of the first frame to decode.
+        Returns per stream the samples from there on, ((frames - start) * samples_per_frame,) float32.
         """
-        hop, reach = self.config.samples_per_frame, self.context_frames
-        chunks = [torch.zeros(0, device=row.device) for row in codes]
-        # Streams that have their full context share it; the young ones are decoded from their beginning.
-        young = [i for i, start in enumerate(starts) if start < min(reach, codes[i].shape[-1])]
-        grown = [i for i, start in enumerate(starts) if reach <= start < codes[i].shape[-1]]
-        for rows, context in ((young, 0), (grown, reach)):
+        audio = [torch.zeros(0, device=row.device) for row in codes]
+        reach = self.context_frames
+        # Streams with a full context need only that; the young ones are decoded from their beginning.
+        for context, grown in ((0, False), (reach, True)):
+            rows = [i for i, start in enumerate(starts) if (start >= reach) == grown]
+            windows = [codes[i][:, max(0, starts[i] - reach) if grown else 0 :].mT for i in rows]
             if not rows:
                 continue
-            windows = [codes[i][:, starts[i] - context if context else 0 :].mT for i in rows]
             batch = nn.utils.rnn.pad_sequence(windows, batch_first=True).mT
-            audio = self.synthesize(self.quantizer.residual_fsq.lookup(batch, self._dtype), context)
-            for i, row, window in zip(rows, audio, windows, strict=True):
-                skip = 0 if context else starts[i]
-                chunks[i] = row[skip * hop : (len(window) - context) * hop]
-        return chunks
+            decoded = self._decode_ragged(batch, [len(window) - context for window in windows], context, max_frames)
+            for i, row, window in zip(rows, decoded, windows, strict=True):
+                first = 0 if grown else starts[i]
+                samples = self.config.samples_per_frame
+                audio[i] = row[first * samples : (len(window) - context) * samples]
+        return audio
 
-    def _decode_span(self, codes: Tensor, start: int, stop: int) -> Tensor:
-        context = min(start, self.context_frames)
-        features = self.quantizer.residual_fsq.lookup(codes[..., start - context : stop], self._dtype)
-        return self.synthesize(features, context)
+    def _decode_ragged(self, codes: Tensor, ends: list[int], context: int, max_frames: int) -> Tensor:
+        """Windows along time, each with the rows that reach it; `ends` count from frame `context` of `codes`."""
+        scale = self.config.samples_per_frame
+        audio = torch.zeros(len(codes), (codes.shape[-1] - context) * scale, device=codes.device)
+        start, last = 0, max(ends, default=0)
+        while start < last:
+            rows = [i for i, end in enumerate(ends) if end > start]
+            # Stop where a row ends, to stop computing its padding, unless the window would be mostly context.
+            stop = min((ends[i] for i in rows if ends[i] >= start + _MIN_WINDOW), default=last)
+            stop = min(stop, start + max(_MIN_WINDOW, max_frames // len(rows)))
+            known = min(context + start, self.context_frames)
+            window = codes[:, :, context + start - known : context + stop]
+            features = self.quantizer.residual_fsq.lookup(
+                window if len(rows) == len(codes) else window[rows], self._dtype
+            )
+            for i, row in zip(rows, self.synthesize(features, known), strict=True):
+                samples = (min(stop, ends[i]) - start) * scale
+                audio[i, start * scale : start * scale + samples] = row[:samples]
+            start = stop
+        return audio
 
 
 def _mask(lengths: Tensor, size: int) -> Tensor:
