@@ -207,6 +207,12 @@ def test_every_code_decodes_to_features_that_encode_to_it(codec):
     assert len(digits[0, 0].unique(dim=0)) == plain.codebook_size
 
 
+def test_a_code_beyond_the_codebook_wraps_around(codec, codes):
+    shifted = codes.clone()
+    shifted[:, :, 5] += CONFIG.codebook_size
+    assert torch.equal(codec.decode(shifted), codec.decode(codes))
+
+
 def _plain_config() -> CodecConfig:
     """Groups as wide as their digits, so that features are the quantised digits themselves."""
     return CONFIG.model_copy(update={"dims": (16, 12), "n_codebooks": 1})

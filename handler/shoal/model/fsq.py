@@ -82,7 +82,11 @@ class ResidualFSQ(nn.Module):
         return out, torch.stack(codes, dim=2).reshape(batch, -1, frames).to(torch.int16)
 
     def lookup(self, codes: Tensor, dtype: torch.dtype) -> Tensor:
-        """codes: (B, codebooks, T) -> quantised z (B, C, T)."""
+        """codes: (B, codebooks, T) -> quantised z (B, C, T).
+
+        A code beyond the codebook wraps around. 1.5's language model has 1024 outputs for a codebook of 1000: the 24
+        others stand for no sound, and upstream fails on them.
+        """
         batch, _, frames = codes.shape
         levels, places = _constants(self.levels, codes.device)
         codes = codes.long().reshape(batch, len(self.rvqs), self.quantizers, frames, 1)
