@@ -93,8 +93,6 @@ def say(
 ) -> None:
     """Say one text and write it to a sound file, with no server."""
     with _errors_in_one_line():
-        import soundfile
-
         from shoal.errors import RequestError
         from shoal.project import ensure_checkpoint
 
@@ -113,9 +111,9 @@ def say(
         params = SamplingParams(**{key: value for key, value in given.items() if value is not None})
         speech = model.synthesize(text, voice=voice, params=params)
         took = time.monotonic() - loaded
-        soundfile.write(output, speech.audio, speech.sample_rate, subtype="PCM_16")
+        speech.save(output)
         typer.echo(
-            f"{output}: {speech.seconds:.2f} s of sound in {took:.2f} s "
+            f"{output}: {speech.seconds:.2f} s of sound in {took:.2f} s, seed {speech.seed} "
             f"(loading {path.name} took {loaded - begin:.2f} s)"
         )
 

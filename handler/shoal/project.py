@@ -42,13 +42,13 @@ def handler_dir() -> Path:
 
 
 def model_store() -> Path:
-    """Where archives are built and the demo checkpoint lies."""
-    return project_root() / "model_store"
+    """Where archives are built and the demo checkpoint lies; $SHOAL_MODEL_STORE names another place."""
+    return Path(os.environ.get("SHOAL_MODEL_STORE") or project_root() / "model_store")
 
 
 def state_dir() -> Path:
-    """Where a running server leaves its process id and logs."""
-    return project_root() / ".shoal"
+    """Where a running server leaves its process id and logs; $SHOAL_STATE_DIR names another place."""
+    return Path(os.environ.get("SHOAL_STATE_DIR") or project_root() / ".shoal")
 
 
 def find_checkpoint(given: str | Path | None = None) -> Path | None:

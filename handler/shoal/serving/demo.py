@@ -55,14 +55,8 @@ class Reply:
         if self.error:
             return (self.text, self.batch, f"{self.milliseconds:.0f}", "-", "-", f"FAILED: {self.error}")
         factor = self.milliseconds / 1000 / self.seconds
-        return (
-            self.text,
-            self.batch,
-            f"{self.milliseconds:.0f}",
-            f"{self.seconds:.2f}",
-            f"{factor:.2f}",
-            self.cache,
-        )
+        batch = "-" if self.batch == "0" else self.batch  # the cache answered: no batch
+        return (self.text, batch, f"{self.milliseconds:.0f}", f"{self.seconds:.2f}", f"{factor:.2f}", self.cache)
 
 
 def run(checkpoint: Path | None, output_dir: Path) -> bool:
@@ -84,8 +78,11 @@ def run(checkpoint: Path | None, output_dir: Path) -> bool:
         ]
         together = slice(len(ALONE), len(ALONE) + len(TOGETHER))
         replies = [ask(server.predict_url, *item) for item in numbered[: together.start]]
-        with ThreadPoolExecutor(len(TOGETHER)) as pool:
+        pool = ThreadPoolExecutor(len(TOGETHER))
+        try:
             replies += pool.map(lambda item: ask(server.predict_url, *item), numbered[together])
+        finally:
+            pool.shutdown(wait=False)  # after Ctrl-C the server stops next, which ends these requests
         replies += [ask(server.predict_url, *item) for item in numbered[together.stop :]]
     print()
     print(table(replies))
