@@ -81,7 +81,9 @@ class _Handler:
         return [replies[request_id].body for request_id in ids]
 
     def _admit(self, i: int, request_id: str, row: dict[str, Any], ctx: Any, *, may_stream: bool) -> None:
-        if ctx.get_request_header(i, "describe") == "True":  # GET :8081/models/NAME?customized=true
+        # GET :8081/models/NAME?customized=true. In the continuous mode TorchServe 0.12 puts that request back into its
+        # queue for ever, whatever the handler answers: ask /predictions/NAME/1.0/v1/info there instead.
+        if ctx.get_request_header(i, "describe") == "True":
             self.service.admit_describe(request_id)
             return
         key = "body" if "body" in row else "data"  # gRPC clients name the part themselves, by custom "data"

@@ -282,9 +282,7 @@ def test_the_frames_of_a_request_are_bounded(model):
 
 
 def test_it_describes_itself_in_json(service, model):
-    service.admit_describe("d")
-    (reply,) = drive(service)["d"]
-    told = json.loads(reply.body)
+    told = json.loads(only(service, None, None, "v1/info").body)
     assert told["checkpoint"] == model.fingerprint
     assert told["max_batch_size"] == 4
     assert told["limits"]["max_seconds"] == 300.0

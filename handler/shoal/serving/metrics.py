@@ -4,11 +4,29 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
-from shoal.serving.service import RequestRecord
-
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class RequestRecord:
+    """What became of one request, for metrics and logs."""
+
+    request_id: str
+    outcome: str  # ok, rejected (when it came in), failed (later) or cancelled
+    status: int
+    seconds: float  # wall clock, admission to the last reply
+    first_audio_s: float | None = None  # wall clock, admission to the first sample
+    audio_seconds: float = 0.0
+    batch_size: int = 0
+    cache_hit: bool = False
+
+    @property
+    def real_time_factor(self) -> float | None:
+        """Seconds of work per second of audio; None where no audio came out."""
+        return self.seconds / self.audio_seconds if self.audio_seconds else None
 
 
 class MetricsEmitter:

@@ -31,6 +31,7 @@ OPENAI_VOICES = frozenset(
 _OPENAI_PCM_RATE: SampleRate = 24000  # OpenAI's "pcm" is 16 bit mono at 24 kHz and carries no header that could say so
 _OPENAI_PATH = "v1/audio/speech"
 _UPSTREAM_PATH = "v1/tts"
+INFO_PATH = "v1/info"  # tells what serves here; needs no body
 
 
 class UnknownPathError(RequestError):
@@ -220,7 +221,7 @@ def parse_request(
     path = (url_path or "").strip("/")
     if path not in ("", _OPENAI_PATH, _UPSTREAM_PATH):
         raise UnknownPathError(
-            f"nothing is served at {_short(path)}; use no path, '{_UPSTREAM_PATH}' or '{_OPENAI_PATH}'"
+            f"nothing is served at {_short(path)}; use no path, '{_UPSTREAM_PATH}', '{_OPENAI_PATH}' or '{INFO_PATH}'"
         )
     fields = _fields_of(body, (content_type or "").partition(";")[0].strip().lower())
     if path != _OPENAI_PATH:

@@ -21,8 +21,9 @@ from shoal.sampling import SamplingParams
 from shoal.scheduler import SpeechRequest, Utterance
 from shoal.serving.audio import CONTENT_TYPES, StreamEncoder, decode_reference, encode_audio
 from shoal.serving.limits import HandlerSettings
+from shoal.serving.metrics import RequestRecord
 from shoal.serving.replies import Reply, error_reply, presentable, sse_delta, sse_done, sse_error
-from shoal.serving.schema import TTSRequest, is_openai_path, parse_request
+from shoal.serving.schema import INFO_PATH, TTSRequest, is_openai_path, parse_request
 
 if TYPE_CHECKING:
     from shoal.prompt import VoicePrompt
@@ -32,25 +33,6 @@ logger = logging.getLogger(__name__)
 
 # A slice ends early for a finished utterance, but not before this part of it: calls from the server are not free.
 _MIN_SLICE = 0.2
-
-
-@dataclass(frozen=True)
-class RequestRecord:
-    """What became of one request, for metrics and logs."""
-
-    request_id: str
-    outcome: str  # ok, cancelled, or the "type" of the error that it was answered with
-    status: int
-    seconds: float  # wall clock, admission to the last reply
-    first_audio_s: float | None = None  # wall clock, admission to the first sample
-    audio_seconds: float = 0.0
-    batch_size: int = 0
-    cache_hit: bool = False
-
-    @property
-    def real_time_factor(self) -> float | None:
-        """Seconds of work per second of audio; None where no audio came out."""
-        return self.seconds / self.audio_seconds if self.audio_seconds else None
 
 
 @dataclass
@@ -117,6 +99,9 @@ class SpeechService:
 
         may_stream: False where the transport carries whole replies only; streams are then answered in one piece.
         """
+        if (url_path or "").strip("/") == INFO_PATH:
+            self.admit_describe(request_id)
+            return
         now, openai = self._clock(), is_openai_path(url_path)
         try:
             if len(self._jobs) >= self.model.max_batch_size + self.limits.max_waiting:
