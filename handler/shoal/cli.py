@@ -5,6 +5,7 @@ What a command needs is imported when it runs, so that `shoal --help` is quick.
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -70,7 +71,8 @@ def _main(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    pass
+    # Read when torch is loaded. Threads that spin while they wait are many times slower beside other busy processes.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 @app.command()
