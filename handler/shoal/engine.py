@@ -158,6 +158,7 @@ class Engine:
         self._waiting.append(sequence)
         return sequence
 
+    @torch.inference_mode()
     def cancel(self, sequence: Sequence) -> None:
         """Drop a sequence; its row is free for the next step. No effect on one that is done."""
         if sequence.done:
@@ -168,6 +169,7 @@ class Engine:
             self._leave([sequence._row])
         sequence.reason = "cancelled"
 
+    @torch.inference_mode()
     def abort(self) -> list[Sequence]:
         """Drop everything and give the cache's memory back, after an error that left rows in an unknown state."""
         dropped = [*self._rows, *self._waiting]

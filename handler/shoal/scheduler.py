@@ -40,7 +40,7 @@ class SpeechRequest:
 
     text: str
     voice: str | Voice | VoicePrompt | None = None  # a registered name, or a voice itself
-    params: SamplingParams = SamplingParams()
+    params: SamplingParams = field(default_factory=SamplingParams)
     use_cache: bool = True  # look the utterance up, and keep it
     stream: bool = False  # audio is wanted piece by piece, before the end
     chunk_length: int = 200  # UTF-8 bytes per sentence that decodes on its own
@@ -270,22 +270,19 @@ class Scheduler:
         """Decode the due frames of all sentences in one ragged batch, each with the past that its samples need."""
         if not due:
             return
-        codec, per_frame = self._speech.codec, self._speech.codec.config.samples_per_frame
-        windows, skipped = [], []
+        codec, device = self._speech.codec, self._speech.device
+        windows, starts = [], []
         for sentence, end in due:
             begin = max(0, sentence.emitted - codec.context_frames)
-            known = sentence.codes[:, begin:end] if sentence.codes is not None else None
-            windows.append(known if known is not None else sentence.sequence.codes(begin)[:, : end - begin].numpy())
-            skipped.append((sentence.emitted - begin) * per_frame)
-        lengths = torch.tensor([window.shape[1] for window in windows])
-        batch = torch.zeros(len(due), windows[0].shape[0], int(lengths.max()), dtype=torch.int64)
-        for i, window in enumerate(windows):
-            batch[i, :, : window.shape[1]] = torch.from_numpy(window)
-        device = self._speech.device
-        audio = codec.decode(batch.to(device), lengths.to(device)).cpu().numpy()
+            if sentence.codes is not None:
+                window = torch.from_numpy(sentence.codes[:, begin:end])
+            else:
+                window = sentence.sequence.codes(begin)[:, : end - begin]
+            windows.append(window.to(device))
+            starts.append(sentence.emitted - begin)
+        pieces = [audio.cpu().numpy() for audio in codec.decode_chunks(windows, starts)]
         rate = self._speech.sample_rate
-        for i, (sentence, end) in enumerate(due):
-            piece = audio[i, skipped[i] : int(lengths[i]) * per_frame]
+        for (sentence, end), piece in zip(due, pieces, strict=True):
             if sentence.emitted == 0 and not sentence.first:
                 piece = fade_in(piece, rate)
             sentence.emitted = end
