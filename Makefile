@@ -43,7 +43,7 @@ archive: setup  ## build model_store/fish_speech.mar
 	@$(PY) -m shoal archive
 
 notebooks: setup  ## open the notebooks in JupyterLab
-	@$(PY) -m jupyterlab --notebook-dir=notebooks
+	@$(PY) -m jupyterlab --notebook-dir=notebooks $(if $(filter 0,$(shell id -u)),--allow-root)
 
 clean: stop  ## remove what demo, serve and tests wrote; .venv stays
 	@rm -rf demo-output .shoal build dist logs .pytest_cache .ruff_cache .hypothesis model_store/smoke model_store/*.mar
