@@ -291,8 +291,8 @@ class Engine:
         rows = RowSampling(state.temperature[:n], state.top_p[:n], penalty)
 
         def draw(logits: Tensor, codebook: int) -> Tensor:
-            noise = None if greedy else self._noise(seeds, frame, codebook, logits.shape[-1])
-            return sample(logits, rows, state.window[:n, codebook], noise)
+            noise_of = None if greedy else lambda candidates: self._noise(seeds, frame, codebook, candidates)
+            return sample(logits, rows, state.window[:n, codebook], noise_of)
 
         logits = model.logits(hidden)
         too_early = frame < state.min_frames[:n]

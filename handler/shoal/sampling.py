@@ -20,8 +20,11 @@ from shoal.errors import RequestError
 WINDOW = 16  # frames that the repetition penalty looks back over
 MAX_SEED = 2**63 - 1
 
-# (seeds (B,), frames (B,), codebook index, candidates) -> exponential noise (B, candidates)
-NoiseSource = Callable[[Tensor, Tensor, int, int], Tensor]
+# (seeds (B,), frames (B,), codebook index, candidates (B, k)) -> exponential noise (B, k) of these candidates
+NoiseSource = Callable[[Tensor, Tensor, int, Tensor], Tensor]
+
+# Candidates looked at before all of them: top_p rarely keeps more, and sorting 1,025 costs several times as much.
+_FEW = 64
 
 
 @dataclass(frozen=True)
@@ -60,28 +63,38 @@ class RowSampling:
     repetition_penalty: Tensor
 
 
-def sample(logits: Tensor, rows: RowSampling, window: Tensor, noise: Tensor | None) -> Tensor:
+def sample(logits: Tensor, rows: RowSampling, window: Tensor, noise_of: Callable[[Tensor], Tensor] | None) -> Tensor:
     """One token per row.
 
     Args:
         logits: (B, n) float; not modified.
         window: (B, WINDOW) int64, candidates of the last frames; an index of n marks an empty place.
-        noise: (B, n) exponential noise, or None when every row is greedy.
+        noise_of: gives the exponential noise of candidates, (B, k) -> (B, k); None when every row is greedy.
 
     Returns:
         (B,) int64 indices into the n candidates.
     """
     logits = penalise(logits.float(), window, rows.repetition_penalty)
-    if noise is None:
+    if noise_of is None:
         return logits.argmax(-1)
-    ordered, order = logits.sort(dim=-1, descending=True)
-    cumulative = ordered.softmax(-1).cumsum(-1)
+    ordered, order, cumulative = _most_likely(logits, rows)
     dropped = cumulative > rows.top_p
     dropped[:, 0] = False  # upstream keeps the best candidate whatever top_p says
-    scores = ordered / rows.temperature.clamp_min(1e-5) - noise.gather(-1, order).log()
+    scores = ordered / rows.temperature.clamp_min(1e-5) - noise_of(order).log()
     choice = scores.masked_fill_(dropped, -math.inf).argmax(-1, keepdim=True)
     choice = choice.masked_fill(rows.temperature == 0, 0)
     return order.gather(-1, choice).squeeze(-1)
+
+
+def _most_likely(logits: Tensor, rows: RowSampling) -> tuple[Tensor, Tensor, Tensor]:
+    """The candidates that top_p can keep, in falling order: their logits, indices and cumulative probability."""
+    if logits.device.type == "cpu" and logits.shape[-1] > _FEW:
+        ordered, order = logits.topk(_FEW, dim=-1)
+        cumulative = (ordered - logits.logsumexp(-1, keepdim=True)).exp().cumsum(-1)
+        if bool((cumulative[:, -1:] > rows.top_p).all()):
+            return ordered, order, cumulative
+    ordered, order = logits.sort(dim=-1, descending=True)  # a GPU always goes here: asking would make it wait
+    return ordered, order, ordered.softmax(-1).cumsum(-1)
 
 
 def penalise(logits: Tensor, window: Tensor, penalty: Tensor) -> Tensor:
@@ -92,20 +105,19 @@ def penalise(logits: Tensor, window: Tensor, penalty: Tensor) -> Tensor:
     return padded[:, :-1]
 
 
-def exponential_noise(seeds: Tensor, frames: Tensor, codebook: int, candidates: int) -> Tensor:
+def exponential_noise(seeds: Tensor, frames: Tensor, codebook: int, candidates: Tensor) -> Tensor:
     """Exp(1) noise from a counter: murmur3's 32-bit finaliser over (seed, frame, codebook, candidate).
 
     Args:
-        seeds: (B,) int64; frames: (B,) int64.
+        seeds: (B,) int64; frames: (B,) int64; candidates: (B, k) int64.
 
     Returns:
-        (B, candidates) float32, each value in (2**-25, 17.4).
+        (B, k) float32, each value in (2**-25, 17.4).
     """
     key = _mix(seeds & _M32)
     key = _mix(key ^ (seeds >> 32))
     key = _mix(key ^ _mix((frames * 0x9E3779B1 + codebook * 0x7FEB352D + 1) & _M32))
-    index = torch.arange(candidates, device=seeds.device) * 0x9E3779B1
-    bits = _mix((key[:, None] + index) & _M32)
+    bits = _mix((key[:, None] + candidates * 0x9E3779B1) & _M32)
     bits = _mix(bits ^ _mix(key ^ 0x5BD1E995)[:, None])
     uniform = ((bits >> 8).float() + 0.5) * 2.0**-24
     return -uniform.log()

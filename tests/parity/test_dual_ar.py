@@ -31,7 +31,7 @@ GEOMETRIES = {
         "fast_intermediate_size": 96,
     },
     "four-codebooks": {"num_codebooks": 4, "n_layer": 3, "n_head": 8, "n_local_heads": 1, "head_dim": 8},
-    "own-embeddings": {"share_codebook_embeddings": False, "n_layer": 1, "dim": 96, "n_head": 6, "n_local_heads": 6},
+    "own-embeddings": {"share_codebook_embeddings": False, "n_layer": 3, "dim": 96, "n_head": 6, "n_local_heads": 6},
 }
 FRAMES = 24
 
@@ -39,14 +39,14 @@ FRAMES = 24
 class Pair:
     """The same weights in upstream's code and in ours."""
 
-    def __init__(self, directory, full_vocabulary: bool = False) -> None:
+    def __init__(self, directory, full_vocabulary: bool = False, pack: bool = True) -> None:
         checkpoint = open_checkpoint(directory)
         self.config = checkpoint.config
         self.tokenizer = Tokenizer.from_file(checkpoint.tokenizer_file)
         begin = self.tokenizer.semantic_begin_id
         semantic = [self.tokenizer.im_end_id, *range(begin, begin + self.config.codebook_size)]
         self.head_ids = list(range(self.config.vocab_size)) if full_vocabulary else semantic
-        self.model = load_dual_ar(checkpoint, self.head_ids, "cpu", torch.float32)
+        self.model = load_dual_ar(checkpoint, self.head_ids, "cpu", torch.float32, pack=pack)
         self.theirs = upstream.load_upstream_model(directory)
 
     def engine(self, **options) -> Engine:
@@ -60,23 +60,25 @@ class Pair:
     def prompt(self, text: str) -> torch.Tensor:
         return text_prompt(self.tokenizer, self.config.num_codebooks, text)
 
-    def upstream_codes(self, prompt: torch.Tensor, **options) -> torch.Tensor:
-        """Upstream's frames without the one that holds the end token, (num_codebooks, frames)."""
+    def upstream_codes(self, prompt: torch.Tensor, **options) -> torch.Tensor | None:
+        """Upstream's frames without the one that holds the end token, (num_codebooks, frames); None: no comparison."""
         out = upstream.upstream_generate(self.theirs, prompt, FRAMES, **options)
+        if options.get("semantic_only") and out[0, 0] == self.tokenizer.im_end_id:
+            return None  # upstream cannot end in its first frame, ours does not choose the end token there
         ended = out.shape[1] > 1 and out[0, -1] == self.tokenizer.im_end_id
         return (out[1:, :-1] if ended else out[1:]).to(torch.int16)
 
 
 @functools.cache
-def make_pair(directory, full_vocabulary: bool = False) -> Pair:
-    return Pair(directory, full_vocabulary)
+def make_pair(directory, full_vocabulary: bool = False, pack: bool = True) -> Pair:
+    return Pair(directory, full_vocabulary, pack)
 
 
 @pytest.fixture(scope="module", params=GEOMETRIES)
 def directory(request, tmp_path_factory):
     return write_random_checkpoint(
         tmp_path_factory.mktemp("checkpoint") / request.param,
-        seed=5,
+        seed=9,
         overrides={"max_seq_len": 256} | GEOMETRIES[request.param],
     )
 
@@ -86,6 +88,12 @@ def pair(directory):
     return make_pair(directory)
 
 
+@pytest.fixture(scope="module", params=[True, False], ids=["packed", "plain"])
+def either_pair(request, directory):
+    """With the weights in the layout that decodes fastest, and as they are."""
+    return make_pair(directory, pack=request.param)
+
+
 def run(engine: Engine, jobs, params) -> list[torch.Tensor]:
     sequences = [engine.submit(prompt, p, prefix=prefix) for (prompt, prefix), p in zip(jobs, params, strict=True)]
     while engine.live or engine.waiting:
@@ -93,7 +101,8 @@ def run(engine: Engine, jobs, params) -> list[torch.Tensor]:
     return [sequence.codes() for sequence in sequences]
 
 
-def test_slow_and_fast_logits(pair):
+def test_slow_and_fast_logits(either_pair):
+    pair = either_pair
     prompt = torch.cat(
         [voice_prefix(pair.tokenizer, pair.config.num_codebooks, a_voice(pair, 12)), pair.prompt(SPEAKABLE[0])], dim=1
     )
@@ -127,16 +136,18 @@ def test_greedy_codes_alone_and_in_batches(pair):
     prompts = [pair.prompt(text) for text in SPEAKABLE]
     params = SamplingParams(temperature=0, max_new_tokens=FRAMES)
     expected = [pair.upstream_codes(prompt, top_p=0.0, semantic_only=True) for prompt in prompts]
-    assert len({tuple(codes[0].tolist()) for codes in expected}) > len(prompts) // 2  # the comparison means something
+    # the comparison means something
+    assert sum(codes is not None for codes in expected) >= 20
+    assert len({tuple(codes[0].tolist()) for codes in expected if codes is not None}) > len(prompts) // 2
     jobs = [(prompt, None) for prompt in prompts]
     for batch_size in (1, 5, 16):
         ours = run(pair.engine(max_batch_size=batch_size), jobs, [params] * len(jobs))
         for text, a, b in zip(SPEAKABLE, ours, expected, strict=True):
-            # upstream may end in its second frame at the earliest, and so may ours
-            assert torch.equal(a, b), f"{text!r} differs in a batch of {batch_size}"
+            assert b is None or torch.equal(a, b), f"{text!r} differs in a batch of {batch_size}"
 
 
-def test_greedy_codes_with_a_prefilled_voice(pair):
+def test_greedy_codes_with_a_prefilled_voice(either_pair):
+    pair = either_pair
     voice = voice_prefix(pair.tokenizer, pair.config.num_codebooks, a_voice(pair, 30))
     engine = pair.engine(max_batch_size=4)
     prefix = engine.compute_prefix(voice)
@@ -144,10 +155,10 @@ def test_greedy_codes_with_a_prefilled_voice(pair):
     prompts = [pair.prompt(text) for text in SPEAKABLE[:6]]
     # rows with and without a voice share the batch
     ours = run(engine, [*((p, prefix) for p in prompts), *((p, None) for p in prompts)], [params] * 12)
-    for i, prompt in enumerate(prompts):
-        with_voice = torch.cat([voice, prompt], dim=1)
-        assert torch.equal(ours[i], pair.upstream_codes(with_voice, top_p=0.0, semantic_only=True))
-        assert torch.equal(ours[6 + i], pair.upstream_codes(prompt, top_p=0.0, semantic_only=True))
+    whole = [*(torch.cat([voice, p], dim=1) for p in prompts), *prompts]
+    expected = [pair.upstream_codes(p, top_p=0.0, semantic_only=True) for p in whole]
+    assert sum(codes is not None for codes in expected) >= 9
+    assert all(b is None or torch.equal(a, b) for a, b in zip(ours, expected, strict=True))
 
 
 @pytest.mark.parametrize("full_vocabulary", [False, True], ids=["semantic-head", "whole-vocabulary"])
@@ -165,8 +176,7 @@ def test_sampled_codes_with_the_same_noise(directory, full_vocabulary):
         for seed, frame in zip(seeds.tolist(), frames.tolist(), strict=True):
             part = frame_noise(seed, frame).split(sizes)[codebook]
             rows.append(part[pair.head_ids] if codebook == 0 else part)
-        assert rows[0].shape[0] == candidates
-        return torch.stack(rows)
+        return torch.stack(rows).gather(1, candidates)
 
     settings = [(0.7, 0.7, 1.2), (1.0, 0.95, 1.5), (0.3, 0.5, 1.0), (1.3, 1.0, 0.9)]
     texts = SPEAKABLE[:8]
@@ -183,12 +193,13 @@ def test_sampled_codes_with_the_same_noise(directory, full_vocabulary):
         )
         for prompt, p in zip(prompts, params, strict=True)
     ]
-    assert max(codes.shape[1] for codes in expected) > 17, "no row reaches past the repetition window"
+    compared = [codes for codes in expected if codes is not None]
+    assert len(compared) >= 5
+    assert max(codes.shape[1] for codes in compared) > 17, "no row reaches past the repetition window"
     jobs = [(prompt, None) for prompt in prompts]
     for batch_size in (1, 3, 8):
         ours = run(pair.engine(max_batch_size=batch_size, noise=noise), jobs, params)
-        for a, b in zip(ours, expected, strict=True):
-            assert torch.equal(a, b)
+        assert all(b is None or torch.equal(a, b) for a, b in zip(ours, expected, strict=True))
 
 
 def test_a_rows_codes_do_not_depend_on_its_batch(pair):

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from shoal.checkpoint import Checkpoint, check_state, convert
 from shoal.config import DualARConfig
 from shoal.model.kv_cache import KVCache
+from shoal.model.linear import can_pack, pack_linears
 
 
 class Block(nn.Module):
@@ -254,9 +255,16 @@ def expected_shapes(config: DualARConfig) -> dict[str, tuple[int, ...]]:
 
 
 def load_dual_ar(
-    checkpoint: Checkpoint, head_ids: Sequence[int], device: torch.device | str, dtype: torch.dtype
+    checkpoint: Checkpoint,
+    head_ids: Sequence[int],
+    device: torch.device | str,
+    dtype: torch.dtype,
+    *,
+    pack: bool = True,
 ) -> DualAR:
     """The transformer with a checkpoint's weights, its head reduced to the vocabulary rows `head_ids`.
+
+    `pack` puts the weights into the layout that a CPU multiplies fastest, where there is one (model/linear.py).
 
     Raises:
         CheckpointError: a tensor is missing, surplus or of the wrong shape.
@@ -291,7 +299,11 @@ def load_dual_ar(
     model.fast_rope = rope_table(config.num_codebooks, config.fast_head_dim, config.rope_base).to(device)
     stride = config.codebook_size if config.share_codebook_embeddings else 0
     model.code_offsets = (torch.arange(config.num_codebooks) * stride).to(device)
-    return model.requires_grad_(False).eval()
+    model.requires_grad_(False).eval()
+    if pack and can_pack(device, dtype):
+        del ours, head, tensor  # or memory would hold the plain weights beside the packed ones
+        pack_linears(model)
+    return model
 
 
 def _our_name(name: str) -> str:

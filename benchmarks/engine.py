@@ -1,0 +1,195 @@
+"""Frames per second of the engine against upstream's own loop, on the same random weights, interleaved in one process.
+
+    python -m benchmarks.engine --size real --batch 1,8,16 --frames 16
+
+Upstream (fish-speech 0.1.0, one request at a time, whole static cache, whole head) and each batch size of ours take
+turns for `--repeats` rounds; the table shows medians, and the ratio is to upstream's median in the same run. MBU is the
+bytes of weights and KV that a step must read, over the bandwidth of a plain copy measured in the same process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Annotated
+
+import torch
+import typer
+from shoal.baseline import UpstreamBaseline
+from shoal.engine import Engine
+from shoal.model.linear import weight_bytes
+from shoal.prompt import text_prompt
+from shoal.sampling import SamplingParams
+from shoal.speech import FishSpeech
+
+from benchmarks import common
+
+
+def main(
+    size: Annotated[str, typer.Option(help="smoke, mid or real")] = "mid",
+    dtype: str = "float32",
+    device: str = "cpu",
+    batch: Annotated[str, typer.Option(help="batch sizes, by commas")] = "1,2,4,8,16,32",
+    frames: Annotated[int, typer.Option(help="frames per request")] = 32,
+    repeats: Annotated[int, typer.Option(help="rounds of which the medians are taken")] = 3,
+    threads: Annotated[int, typer.Option(help="CPU threads, 0: PyTorch's choice")] = 0,
+    upstream: Annotated[bool, typer.Option(help="run upstream's loop too")] = True,
+    profile: Annotated[bool, typer.Option(help="show where a step's time goes")] = False,
+) -> None:
+    """Measure; see the module's text."""
+    if threads:
+        torch.set_num_threads(threads)
+    sizes = [int(part) for part in batch.split(",")]
+    directory = common.checkpoint_of(size)  # type: ignore[arg-type]
+    speech = FishSpeech.load(directory, device=device, dtype=dtype, max_batch_size=max(sizes))
+    baseline = UpstreamBaseline.load(directory, device=device, dtype=getattr(torch, dtype)) if upstream else None
+    bandwidth = common.copy_bandwidth(device)
+    params = SamplingParams(seed=1)
+
+    def run_upstream() -> float:
+        # greedy costs upstream the same as sampling, and cannot pick a token that has no code
+        work = lambda: baseline.generate_codes(common.TEXT, frames=frames, top_p=0.0)  # noqa: E731
+        return frames / common.timed(work, device)
+
+    def run_ours(rows: int) -> tuple[float, float]:
+        engine = new_engine(speech, rows)
+        prompt = text_prompt(speech.tokenizer, speech.num_codebooks, common.TEXT)
+        for i in range(rows):
+            engine.submit(prompt, params, seed=i, force_frames=frames)
+        begin = time.perf_counter()
+        while engine.live or engine.waiting:
+            engine.step()
+        common.synchronize(device)
+        seconds = time.perf_counter() - begin
+        return rows * frames / seconds, seconds / engine.steps
+
+    theirs: list[float] = []
+    ours: dict[int, list[tuple[float, float]]] = defaultdict(list)
+    for round_ in range(repeats + 1):  # the first round warms up
+        upstream_speed = run_upstream() if baseline else 0.0
+        speeds = {rows: run_ours(rows) for rows in sizes}
+        if round_:
+            theirs.append(upstream_speed)
+            for rows, speed in speeds.items():
+                ours[rows].append(speed)
+
+    frames_per_second = speech.codec.config.frames_per_second
+    reference = statistics.median(theirs)
+    rows_out = []
+    for rows in sizes:
+        speed = statistics.median(s for s, _ in ours[rows])
+        step = statistics.median(s for _, s in ours[rows])
+        rows_out.append(
+            {
+                "batch": rows,
+                "frames_per_s": round(speed, 2),
+                "ms_per_step": round(step * 1000, 2),
+                "real_time_factor": round(frames_per_second / speed, 4),
+                "ratio": round(speed / reference, 2) if reference else None,
+                "mbu": round(step_bytes(speech, rows, frames) / step / bandwidth, 3),
+                "peak_mb": round(common.peak_memory_mb(device)),
+            }
+        )
+    print(f"{size}, {dtype}, {device}, {frames} frames a request, median of {repeats}; copy {bandwidth / 1e9:.1f} GB/s")
+    if baseline:
+        print(f"upstream's loop: {reference:.2f} frames/s (real-time factor {frames_per_second / reference:.2f})")
+    print(common.table(rows_out[0], [row.values() for row in rows_out]))
+    profiles = {rows: profile_step(speech, rows, frames, device) for rows in sizes} if profile else None
+    for rows, parts in (profiles or {}).items():
+        total = sum(parts.values())
+        print(f"batch {rows}: " + ", ".join(f"{k} {v:.2f} ms ({v / total:.0%})" for k, v in parts.items()))
+    print(
+        common.closing_line(
+            "engine",
+            size=size,
+            dtype=dtype,
+            device=device,
+            frames=frames,
+            repeats=repeats,
+            upstream_frames_per_s=round(reference, 3),
+            copy_gb_per_s=round(bandwidth / 1e9, 2),
+            rows=rows_out,
+            **({"profile_ms": profiles} if profiles else {}),
+        )
+    )
+
+
+def new_engine(speech: FishSpeech, rows: int) -> Engine:
+    """An engine of its own over the model's weights."""
+    return Engine(
+        speech.model,
+        im_end_id=speech.tokenizer.im_end_id,
+        semantic_begin_id=speech.tokenizer.semantic_begin_id,
+        max_batch_size=rows,
+        check_every=1 if speech.device.type == "cpu" else 4,
+    )
+
+
+def step_bytes(speech: FishSpeech, rows: int, frames: int) -> float:
+    """Bytes that one step cannot avoid reading: slow layers, head, fast layers once per pass, the used KV."""
+    model, c = speech.model, speech.model.config
+    passes = c.num_codebooks - 1
+    slow = weight_bytes(model.layers) + weight_bytes(model.head)
+    fast = weight_bytes(model.fast_layers) + weight_bytes(model.fast_output)
+    prompt = text_prompt(speech.tokenizer, speech.num_codebooks, common.TEXT).shape[1]
+    kv = rows * (prompt + frames / 2) * c.kv_bytes_per_token(model.dtype.itemsize)
+    return slow + passes * fast + kv
+
+
+def profile_step(speech: FishSpeech, rows: int, frames: int, device: str) -> dict[str, float]:
+    """Milliseconds of a step by part; what no part claims is Python and bookkeeping."""
+    engine = new_engine(speech, rows)
+    prompt = text_prompt(speech.tokenizer, speech.num_codebooks, common.TEXT)
+    for i in range(rows):
+        engine.submit(prompt, SamplingParams(seed=1), seed=i, force_frames=frames)
+    engine.step()  # prefill
+    spent: dict[str, float] = defaultdict(float)
+    with _clocked(speech, spent, device):
+        begin = time.perf_counter()
+        steps = 0
+        while engine.live:
+            engine.step()
+            steps += 1
+        common.synchronize(device)
+        total = time.perf_counter() - begin
+    parts = {name: seconds / steps * 1000 for name, seconds in spent.items()}
+    parts["python"] = total / steps * 1000 - sum(parts.values())
+    return {name: round(value, 3) for name, value in parts.items()}
+
+
+@contextlib.contextmanager
+def _clocked(speech: FishSpeech, spent: dict[str, float], device: str) -> Iterator[None]:
+    """Wrap the parts of a step in clocks for the time being."""
+    import shoal.engine as engine_module
+
+    def clocked(name: str, work):
+        def run(*args, **kwargs):
+            common.synchronize(device)
+            begin = time.perf_counter()
+            try:
+                return work(*args, **kwargs)
+            finally:
+                common.synchronize(device)
+                spent[name] += time.perf_counter() - begin
+
+        return run
+
+    model = speech.model
+    sample = engine_module.sample
+    names = {"slow": "slow layers", "fast": "fast layers", "logits": "head"}
+    for method, name in names.items():
+        object.__setattr__(model, method, clocked(name, getattr(model, method)))
+    engine_module.sample = clocked("sampling", sample)
+    try:
+        yield
+    finally:
+        engine_module.sample = sample
+        for method in names:
+            object.__delattr__(model, method)
+
+
+if __name__ == "__main__":
+    typer.run(main)
