@@ -110,6 +110,8 @@ class Engine:
             raise ValueError(f"head_ids must hold the end token {im_end_id} once")
         self._end_column = int(ends[0, 0])
         self._state = _RowState(max_batch_size, model, len(model.head_ids))
+        # An empty utterance helps nobody; but with the whole vocabulary sampling is upstream's to the letter.
+        self._least_frames = 0 if self._state.full_vocabulary else 1
 
     @property
     def live(self) -> int:
@@ -151,7 +153,7 @@ class Engine:
             params=params,
             seed=params.resolve_seed() if seed is None else seed,
             prefix=prefix,
-            min_frames=force_frames or 1,
+            min_frames=force_frames or self._least_frames,
             max_frames=min(wanted, room),
             _engine=self,
         )
@@ -301,12 +303,12 @@ class Engine:
         token = model.head_ids[choice]
         code = (token - self._semantic_begin_id).clamp(0, model.config.codebook_size - 1)
         chosen, codes = [choice], [code]
-        x = torch.stack([model.fast_project_in(hidden), model.fast_embeddings(code)], dim=1)
+        x = torch.stack([model.fast_project_in(hidden), model.embed_code(code)], dim=1)
         for k in range(1, model.config.num_codebooks):
             code = draw(model.fast(x, self._fast_cache, 0 if k == 1 else k), k)
             chosen.append(code)
             codes.append(code)
-            x = model.fast_embeddings(code)[:, None]
+            x = model.embed_code(code)[:, None]
         state.record(n, token, torch.stack(codes, dim=1), torch.stack(chosen, dim=1), token == self._im_end_id)
         for sequence in self._rows:
             sequence.frames += 1

@@ -169,13 +169,14 @@ import sys, resource, torch
 from pathlib import Path
 from shoal.checkpoint import open_checkpoint
 from shoal.model.dual_ar import load_dual_ar
+from shoal.model.linear import weight_bytes
 load_dual_ar(open_checkpoint(sys.argv[2]), range(1000), "cpu", torch.float32)  # what torch loads lazily
 checkpoint = open_checkpoint(sys.argv[1])
 before = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 Path("/proc/self/clear_refs").write_text("5")
 model = load_dual_ar(checkpoint, range(1000), "cpu", torch.float32)
 peak = next(int(l.split()[1]) * 1024 for l in open("/proc/self/status") if l.startswith("VmHWM")) - before
-weights = sum(p.nbytes for p in model.parameters())
+weights = weight_bytes(model)
 print(peak / weights)
 """
 

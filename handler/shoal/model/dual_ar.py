@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from shoal.checkpoint import Checkpoint, check_state, convert
 from shoal.config import DualARConfig
 from shoal.model.kv_cache import KVCache
-from shoal.model.linear import can_pack, pack_linears
+from shoal.model.linear import Int8Linear, PackedLinear, can_pack, replace_linears
 
 
 class Block(nn.Module):
@@ -112,10 +112,14 @@ class DualAR(nn.Module):
 
         `is_speech` (B, T) bool marks the positions whose codes count; None means all of them.
         """
-        codes = self.codebook_embeddings(columns[..., 1:] + self.code_offsets).sum(dim=2)
+        codes = self.codebook_embeddings(columns[..., 1:] + self.code_offsets).sum(dim=2, dtype=self.dtype)
         if is_speech is not None:
             codes = codes * is_speech[..., None]
         return self.embeddings(columns[..., 0]) + codes
+
+    def embed_code(self, code: Tensor) -> Tensor:
+        """(B,) codes of one codebook -> (B, fast_dim), the fast transformer's next input."""
+        return self.fast_embeddings(code).to(self.dtype)
 
     def slow(self, x: Tensor, cache: KVCache, rows: slice, starts: Tensor, longest: int, uniform: bool) -> Tensor:
         """Run the slow layers over T new positions of each row and keep their K/V.
@@ -261,10 +265,12 @@ def load_dual_ar(
     dtype: torch.dtype,
     *,
     pack: bool = True,
+    int8: bool = False,
 ) -> DualAR:
     """The transformer with a checkpoint's weights, its head reduced to the vocabulary rows `head_ids`.
 
     `pack` puts the weights into the layout that a CPU multiplies fastest, where there is one (model/linear.py).
+    `int8` keeps the layers' weights in one byte each and the embeddings in two.
 
     Raises:
         CheckpointError: a tensor is missing, surplus or of the wrong shape.
@@ -300,9 +306,14 @@ def load_dual_ar(
     stride = config.codebook_size if config.share_codebook_embeddings else 0
     model.code_offsets = (torch.arange(config.num_codebooks) * stride).to(device)
     model.requires_grad_(False).eval()
+    del ours, head, tensor  # or memory would hold the plain weights beside those in another form
+    if int8:
+        replace_linears(model.layers, Int8Linear)
+        replace_linears(model.fast_layers, Int8Linear)
+        for table in (model.embeddings, model.codebook_embeddings, model.fast_embeddings):
+            table.weight.data = table.weight.data.bfloat16()
     if pack and can_pack(device, dtype):
-        del ours, head, tensor  # or memory would hold the plain weights beside the packed ones
-        pack_linears(model)
+        replace_linears(model, PackedLinear)
     return model
 
 

@@ -1,8 +1,10 @@
-"""Linear layers in oneDNN's blocked weight layout, for decoding on a CPU. Knows nothing of the networks.
+"""Linear layers whose weights are kept in another form than a plain matrix. Knows nothing of the networks.
 
-A decode step multiplies few rows by large matrices. A plain matrix has to be rearranged for the processor's vectors in
-every such call, which costs several times the product itself; here that is done once, when a model is loaded.
-The layout is opaque: a packed layer cannot be trained, converted or saved.
+`PackedLinear`, for a CPU: a decode step multiplies few rows by large matrices. A plain matrix has to be rearranged for
+the processor's vectors in every such call, which costs several times the product itself; here that is done once, when a
+model is loaded. The layout is oneDNN's own and opaque: a packed layer cannot be trained, converted or saved.
+
+`Int8Linear`: one byte a weight, for machines whose memory or its bandwidth is short.
 """
 
 from __future__ import annotations
@@ -27,6 +29,31 @@ class PackedLinear(nn.Module):
         return torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
 
 
+class Int8Linear(nn.Module):
+    """x (..., in) -> (..., out) with int8 weights, one scale per output; activations go through in bfloat16.
+
+    Each weight is off by at most half of its row's largest weight / 127 (symmetric rounding to nearest).
+    """
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        weight = linear.weight.detach().float()
+        scale = weight.abs().amax(dim=1).clamp_min(1e-12) / 127
+        self.register_buffer("quantised", (weight / scale[:, None]).round().to(torch.int8), persistent=False)
+        self.register_buffer("scale", scale.to(torch.bfloat16), persistent=False)
+        self.bias = None if linear.bias is None else nn.Parameter(linear.bias.detach(), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, self.in_features).to(torch.bfloat16)
+        if x.device.type == "cpu":
+            out = torch.ops.aten._weight_int8pack_mm(rows, self.quantised, self.scale)
+        else:
+            out = nn.functional.linear(rows, self.quantised.to(torch.bfloat16)) * self.scale
+        out = out.to(x.dtype).view(*x.shape[:-1], self.out_features)
+        return out if self.bias is None else out + self.bias
+
+
 def can_pack(device: torch.device | str, dtype: torch.dtype) -> bool:
     """Whether this PyTorch has the packed layers for this device and dtype."""
     if torch.device(device).type != "cpu" or dtype not in (torch.float32, torch.bfloat16):
@@ -43,17 +70,18 @@ def can_pack(device: torch.device | str, dtype: torch.dtype) -> bool:
         return False
 
 
-def pack_linears(module: nn.Module) -> None:
-    """Replace every Linear below `module` by a packed one, one by one, so that memory holds one of them twice."""
+def replace_linears(module: nn.Module, kind: type[PackedLinear] | type[Int8Linear]) -> None:
+    """Replace every Linear below `module` by one of `kind`, one by one, so that memory holds only one of them twice."""
     with torch.inference_mode():
         for name, child in list(module.named_children()):
             if isinstance(child, nn.Linear):
-                setattr(module, name, PackedLinear(child))
+                setattr(module, name, kind(child))
             else:
-                pack_linears(child)
+                replace_linears(child, kind)
 
 
 def weight_bytes(module: nn.Module) -> int:
-    """Bytes of all weights below `module`, packed ones included."""
+    """Bytes of all weights below `module`, whatever their form."""
     packed = sum(m.weight_bytes for m in module.modules() if isinstance(m, PackedLinear))
-    return packed + sum(p.nbytes for p in module.parameters())
+    quantised = sum(m.quantised.nbytes + m.scale.nbytes for m in module.modules() if isinstance(m, Int8Linear))
+    return packed + quantised + sum(p.nbytes for p in module.parameters())
