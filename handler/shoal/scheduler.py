@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
@@ -44,6 +45,7 @@ class SpeechRequest:
     use_cache: bool = True  # look the utterance up, and keep it
     stream: bool = False  # audio is wanted piece by piece, before the end
     chunk_length: int = 200  # UTF-8 bytes per sentence that decodes on its own
+    audio: bool = True  # False: the features are all that is wanted, the codec is left out
 
 
 @dataclass(eq=False)
@@ -81,6 +83,8 @@ class Utterance:
     _collected: int = 0  # sentences whose audio is complete in _pieces
     _pieces: list[np.ndarray] = field(default_factory=list)  # audio in order
     _taken: int = 0  # pieces that take_audio has handed out
+    _followers: list[Utterance] = field(default_factory=list)  # equal requests that wait for this one's codes
+    _recalled: Features | None = None  # what it repeats, where it is no news
 
     @property
     def done(self) -> bool:
@@ -110,7 +114,9 @@ class Scheduler:
         self.max_waiting, self.max_chars = max_waiting, max_chars
         self._active: list[Utterance] = []  # in the order of submission, not yet done
         self._by_sequence: dict[Sequence, tuple[Utterance, _Sentence]] = {}
+        self._leaders: dict[str, Utterance] = {}  # by cache key: those that decode while equal ones may wait for them
         self._turn = 0
+        self._decoding_s, self._decoded_frames = 0.0, 0
         self._lock = threading.RLock()
 
     @property
@@ -148,25 +154,28 @@ class Scheduler:
             raise CapacityError(f"{len(self._active)} requests are waiting, which is the limit; try again later")
         text = prepare_text(request.text, self.max_chars)
         voice = self._speech.voices.resolve(request.voice)
+        made_by = f"{self._speech.fingerprint} {self._speech.precision}"  # another arithmetic may give other codes
         key = self._speech.cache.generate_cache_key(
-            text, voice.id if voice else None, request.params, self._speech.fingerprint, request.chunk_length
+            text, voice.id if voice else None, request.params, made_by, request.chunk_length
         )
         utterance = Utterance(request, text, request.params.resolve_seed(), key, voice)
-        found = self._speech.cache.retrieve_features(key) if request.use_cache else None
+        cached = request.use_cache and self._speech.caching
+        if cached and key not in self._leaders and (found := self._retrieve(key)):
+            self._recall(utterance, found)
         with self._lock:
-            if found is not None:
-                self._recall(utterance, found)
-            else:
-                pieces = split_text(text, request.chunk_length)
-                pauses = [*map(pause_after, pieces[:-1]), 0.0]
-                utterance._sentences = _sentences(pieces, pauses)
-                utterance._pending.extend(utterance._sentences if voice else utterance._sentences[:1])
+            if not utterance.cache_hit:
+                if cached and key in self._leaders:
+                    self._leaders[key]._followers.append(utterance)
+                elif cached and (found := self._speech.cache.in_memory(key)):  # its leader ended in between
+                    self._recall(utterance, found)
+                else:
+                    self._start(utterance)
             self._active.append(utterance)
         return utterance
 
     def submit_features(self, features: Features, *, stream: bool = False) -> Utterance:
         """Take in an utterance whose codes are known; only its audio is made."""
-        utterance = Utterance(SpeechRequest(features.text, stream=stream, use_cache=False), features.text, 0, "", None)
+        utterance = Utterance(SpeechRequest(features.text, stream=stream), features.text, 0, "", None)
         self._recall(utterance, features)
         with self._lock:
             self._active.append(utterance)
@@ -177,6 +186,7 @@ class Scheduler:
         with self._lock:
             if utterance.done:
                 return
+            self._hand_over(utterance)
             self._fail(utterance, error or CancelledError("the request was cancelled"))
 
     def step(self) -> list[Utterance]:
@@ -185,16 +195,15 @@ class Scheduler:
             ended: list[Utterance] = []
             try:
                 self._feed(ended)
-                for sequence in self._engine.step():
+                for sequence in self._decode():
                     self._sentence_decoded(sequence)
                 self._make_audio(self._due())
             except (OutOfMemoryError, torch.OutOfMemoryError) as error:
                 ended += self._abort(OutOfMemoryError(f"out of memory: {error}; lower the batch limit"))
             except Exception as error:
                 ended += self._abort(ShoalError(f"decoding failed: {type(error).__name__}: {error}"))
-            for utterance in [u for u in self._active if all(s.sounded for s in u._sentences) and not u.done]:
-                self._complete(utterance)
-                ended.append(utterance)
+            for utterance in [u for u in self._active if u._sentences and all(s.sounded for s in u._sentences)]:
+                ended += self._complete(utterance)
             return ended
 
     def run(self, utterances: Iterable[Utterance]) -> None:
@@ -203,11 +212,42 @@ class Scheduler:
             while not utterance.done:
                 self.step()
 
-    def _recall(self, utterance: Utterance, features: Features) -> None:
-        utterance.cache_hit, utterance.seed = True, features.seed
+    def _start(self, utterance: Utterance) -> None:
+        """Have an utterance decoded; equal ones that come while it lasts follow it."""
+        pieces = split_text(utterance.text, utterance.request.chunk_length)
+        pauses = [*map(pause_after, pieces[:-1]), 0.0]
+        utterance._sentences = _sentences(pieces, pauses)
+        utterance._pending.extend(utterance._sentences if utterance.voice else utterance._sentences[:1])
+        if utterance.request.use_cache and self._speech.caching:
+            self._leaders[utterance.key] = utterance
+
+    def _retrieve(self, key: str) -> Features | None:
+        """What the cache has, unless it is of another model: a slow tier may hold what anyone wrote there."""
+        found = self._speech.cache.retrieve_features(key)
+        ours = (self._speech.fingerprint, self._speech.num_codebooks)
+        return found if found and (found.fingerprint, len(found.codes)) == ours else None
+
+    def _recall(self, utterance: Utterance, features: Features, audio: np.ndarray | None = None) -> None:
+        """Give an utterance its codes and, where it is known, its audio."""
+        utterance.cache_hit, utterance.seed, utterance._recalled = True, features.seed, features
         utterance._sentences = _sentences([""] * len(features.pauses_s), features.pauses_s)
+        wanted = utterance.request.audio
+        if audio is None and wanted and utterance.request.use_cache:
+            audio = self._speech.recall_audio(features)
         for sentence, codes in zip(utterance._sentences, features.sentences(), strict=True):
             sentence.codes = codes
+            if audio is not None or not wanted:
+                sentence.emitted = codes.shape[1]
+        if audio is not None and wanted:
+            utterance._pieces.append(audio.copy())
+
+    def _decode(self) -> list[Sequence]:
+        """One step of the engine; returns the sequences that ended with it."""
+        begin = time.perf_counter()
+        ended = self._engine.step()
+        self._decoding_s += time.perf_counter() - begin
+        self._decoded_frames += self._engine.live + len(ended)
+        return ended
 
     def _feed(self, ended: list[Utterance]) -> None:
         """Hand waiting sentences to the engine as rows become free, one utterance after the other in turn."""
@@ -239,6 +279,8 @@ class Scheduler:
     def _sentence_decoded(self, sequence: Sequence) -> None:
         utterance, sentence = self._by_sequence.pop(sequence)
         sentence.codes = sequence.codes().numpy()
+        if not utterance.request.audio:
+            sentence.emitted = sentence.codes.shape[1]
         first, *others = utterance._sentences
         if sentence is first and others and not utterance.voice:
             # With no voice given the first sentence becomes the others' voice, so that the timbre stays the same.
@@ -292,22 +334,28 @@ class Scheduler:
         for utterance in self._active:
             _collect(utterance)
 
-    def _complete(self, utterance: Utterance) -> None:
+    def _complete(self, utterance: Utterance) -> list[Utterance]:
+        """End an utterance that is all there, and its followers with it; returns those that ended."""
         from shoal.speech import Speech
 
         sentences, request = utterance._sentences, utterance.request
-        features = Features(
+        features = utterance._recalled or Features(
             codes=np.concatenate([s.codes for s in sentences], axis=1),
             sentence_frames=tuple(s.codes.shape[1] for s in sentences),
             pauses_s=tuple(s.pause_s for s in sentences),
             text=utterance.text,
             seed=utterance.seed,
             fingerprint=self._speech.fingerprint,
+            cost_s=sum(s.codes.shape[1] for s in sentences) * self._decoding_s / max(1, self._decoded_frames),
         )
-        if request.use_cache and not utterance.cache_hit:
-            self._speech.cache.store_features(utterance.key, features)
+        audio = np.concatenate(utterance._pieces) if utterance._pieces else np.zeros(0, dtype=np.float32)
+        if request.use_cache and self._speech.caching:
+            if not utterance.cache_hit:
+                self._speech.cache.store_features(utterance.key, features)
+            if request.audio:
+                self._speech.keep_audio(features, audio)
         utterance.result = Speech(
-            audio=np.concatenate(utterance._pieces),
+            audio=audio,
             sample_rate=self._speech.sample_rate,
             features=features,
             seed=utterance.seed,
@@ -315,21 +363,60 @@ class Scheduler:
             batch_size=utterance.batch_size,
         )
         self._active.remove(utterance)
+        ended = [utterance]
+        for follower in self._dissolve(utterance):
+            self._speech.cache.count_hit(features)
+            self._recall(follower, features, audio if request.audio else None)
+            if all(s.sounded for s in follower._sentences):  # else the leader made no audio, and later steps do
+                ended += self._complete(follower)
+        return ended
 
     def _fail(self, utterance: Utterance, error: ShoalError) -> None:
+        followers = self._dissolve(utterance)
         for sentence in utterance._sentences:
             if sentence.sequence and self._by_sequence.pop(sentence.sequence, None):
                 self._engine.cancel(sentence.sequence)
         utterance._pending.clear()
         utterance.error = error
         self._active.remove(utterance)
+        if followers:  # start anew with the next one
+            followers[0]._followers = followers[1:]
+            self._start(followers[0])
+
+    def _dissolve(self, leader: Utterance) -> list[Utterance]:
+        """Release those who wait for this utterance; returns the ones that still wait, with no sentences as yet."""
+        if self._leaders.get(leader.key) is leader:
+            del self._leaders[leader.key]
+        followers, leader._followers = [f for f in leader._followers if not f.done], []
+        return followers
+
+    def _hand_over(self, leader: Utterance) -> None:
+        """Whoever decodes for others leaves: the next in line goes on with all that has been decoded so far."""
+        followers = self._dissolve(leader)
+        if not followers:
+            return
+        heir = followers[0]
+        heir._followers = followers[1:]
+        if heir.request.audio != leader.request.audio:
+            self._start(heir)
+            return
+        for name in ("seed", "_sentences", "_pending", "_shared_prefix", "_next_chunk", "_collected", "_pieces"):
+            setattr(heir, name, getattr(leader, name))
+        leader._sentences, leader._pending = [], deque()
+        for sentence in heir._sentences:
+            if sentence.sequence in self._by_sequence:
+                self._by_sequence[sentence.sequence] = (heir, sentence)
+        self._leaders[heir.key] = heir
 
     def _abort(self, error: ShoalError) -> list[Utterance]:
-        """After an error that left the engine in an unknown state: everything in it fails, the next request works."""
+        """After an error that left the engine in an unknown state: everything in it fails, the next request works.
+
+        Followers have nothing in the engine: one of each kind starts anew.
+        """
         log.exception("decoding failed, %d requests are lost", len(self._active))
         self._engine.abort()
         self._by_sequence.clear()
-        lost = list(self._active)
+        lost = [u for u in self._active if u._sentences]
         for utterance in lost:
             self._fail(utterance, error)
         return lost

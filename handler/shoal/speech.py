@@ -10,18 +10,17 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from shoal.audio_cache import AudioCache
 from shoal.cache import AudioFeatureCache
-from shoal.checkpoint import Checkpoint, check_state, convert, open_checkpoint
 from shoal.engine import Engine, KVPrefix
 from shoal.errors import RequestError
 from shoal.features import Features
-from shoal.model.dual_ar import DualAR, load_dual_ar
-from shoal.model.firefly import Firefly, fold_weight_norm
 from shoal.prompt import VoicePrompt, voice_prefix
 from shoal.sampling import SamplingParams
 from shoal.scheduler import Scheduler, SpeechRequest, Utterance
-from shoal.tokenizer import Tokenizer
+from shoal.sizes import parse_bytes
 from shoal.voices import Voice, VoiceStore
+from shoal.weights import Weights, load_weights, release_weights, share_weights
 
 log = logging.getLogger(__name__)
 
@@ -50,24 +49,32 @@ class Speech:
         soundfile.write(path, self.audio, self.sample_rate)
 
 
+@dataclass
+class SpeechConfig:
+    """Switches that can be turned while the model runs."""
+
+    enable_intermediate_feature_caching: bool = True  # False: every request decodes; nothing is looked up or kept
+
+
 class FishSpeech:
     """Fish Speech 1.5 with its engine, codec, voices and cache. Make one with `FishSpeech.load`."""
 
     def __init__(
         self,
-        model: DualAR,
-        codec: Firefly,
-        tokenizer: Tokenizer,
-        fingerprint: str,
+        weights: Weights,
         *,
         max_batch_size: int = 8,
         max_waiting: int = 1024,
         cache: AudioFeatureCache | None = None,
     ) -> None:
-        self.model, self.codec, self.tokenizer, self.fingerprint = model, codec, tokenizer, fingerprint
+        self._weights = weights
+        self.model, self.codec, self.tokenizer = weights.model, weights.codec, weights.tokenizer
+        self.fingerprint = weights.fingerprint
         self.max_batch_size = max_batch_size
+        self.config = SpeechConfig()
         self.cache = AudioFeatureCache() if cache is None else cache
-        self.voices = VoiceStore(codec, self.compute_prefix)
+        self.audio_cache: AudioCache | None = None
+        self.voices = VoiceStore(self.codec, self.compute_prefix, fingerprint=self.fingerprint, tiers=self.cache.tiers)
         self._engine = self._new_engine(max_batch_size)
         self._scheduler = Scheduler(self, self._engine, max_waiting=max_waiting)
 
@@ -82,6 +89,7 @@ class FishSpeech:
         max_waiting: int = 1024,
         threads: int | None = None,
         cache: AudioFeatureCache | None = None,
+        weights_cache: bool = False,
     ) -> FishSpeech:
         """Load a checkpoint directory in Fish Speech 1.5's format.
 
@@ -91,6 +99,8 @@ class FishSpeech:
                 layers' weights in one byte each: a quarter of float32's memory, slightly different codes.
             max_batch_size: rows that can decode at a time.
             threads: CPU threads for the whole process; None leaves PyTorch's choice.
+            cache: where features (and, in its slower tiers, voices) are kept.
+            weights_cache: share the weights with what else loads them in this process (`enable_model_weights_cache`).
 
         Raises:
             CheckpointError: the directory cannot be used; the message says why and what to do.
@@ -98,25 +108,11 @@ class FishSpeech:
         """
         if threads:
             torch.set_num_threads(threads)
-        int8 = dtype in ("int8", torch.int8)
-        where, kind = _pick_device(device), _pick_dtype("auto" if int8 else dtype, device)
-        checkpoint = open_checkpoint(path)
-        tokenizer = Tokenizer.from_file(checkpoint.tokenizer_file)
-        last = min(tokenizer.semantic_end_id, tokenizer.semantic_begin_id + checkpoint.config.codebook_size - 1)
-        head_ids = [tokenizer.im_end_id, *range(tokenizer.semantic_begin_id, last + 1)]
-        model = load_dual_ar(checkpoint, head_ids, where, kind, int8=int8)
-        codec = load_codec(checkpoint, where)
-        speech = cls(
-            model,
-            codec,
-            tokenizer,
-            checkpoint.fingerprint,
-            max_batch_size=max_batch_size,
-            max_waiting=max_waiting,
-            cache=cache,
-        )
-        if (checkpoint.path / "voices").is_dir():
-            speech.voices.load_folder(checkpoint.path / "voices")
+        weights = load_weights(path, device, dtype, share=weights_cache)
+        speech = cls(weights, max_batch_size=max_batch_size, max_waiting=max_waiting, cache=cache)
+        voices = Path(path) / "voices"
+        if voices.is_dir():
+            speech.voices.load_folder(voices)
         return speech
 
     @property
@@ -175,8 +171,9 @@ class FishSpeech:
     def extract_features(
         self, text: str, voice: VoiceLike = None, params: SamplingParams = SamplingParams()
     ) -> Features:
-        """The VQ codes of a text as spoken. They come with its audio, from the cache where it is known."""
-        return self.synthesize(text, voice, params).features
+        """The VQ codes of a text as it would be spoken, from the cache where it is known; no sound is made."""
+        request = SpeechRequest(text, voice, params, audio=False)
+        return self._finish(self._submit_all([request]))[0].features
 
     def synthesize_from_features(self, features: Features) -> Speech:
         """The audio of known features, without the language model; the same as when they were made."""
@@ -211,8 +208,65 @@ class FishSpeech:
                     yield piece
             if utterance.error:
                 raise utterance.error
+            if len(piece := utterance.take_audio()):  # another thread's step may have ended it
+                yield piece
         finally:
             self._scheduler.cancel(utterance)
+
+    @property
+    def caching(self) -> bool:
+        """Whether finished utterances are looked up and kept."""
+        return self.config.enable_intermediate_feature_caching and self.cache.enabled
+
+    @property
+    def precision(self) -> str:
+        """ "float32", "bfloat16", "float16" or "int8": the arithmetic of the language model."""
+        return self._weights.precision
+
+    def enable_audio_cache(self, max_bytes: int | str = "256MB") -> None:
+        """Keep finished sound too, up to so much, so that what was said before costs nothing; 0 turns it off."""
+        self.audio_cache = AudioCache(max_bytes) if parse_bytes(max_bytes) else None
+
+    def enable_model_weights_cache(self, enabled: bool = True) -> None:
+        """Share these weights with what loads the same checkpoint in this process, also after this object is gone.
+
+        False ends that; the memory is free once nobody uses the weights.
+        """
+        (share_weights if enabled else release_weights)(self._weights)
+
+    def set_internal_cache_capacity(self, capacity: int | str) -> None:
+        """Bound all caches together, as bytes or "5GB"; what no longer fits leaves at once.
+
+        Half goes to prefilled voices, which lie where the model runs, a 64th to encoded voices, and the rest to
+        features and, where it is enabled, sound.
+        """
+        total = parse_bytes(capacity)
+        self.voices.set_capacity(codes=total // 64, prefixes=total // 2)
+        rest = total - total // 2 - total // 64
+        audio = rest // 2 if self.audio_cache else 0
+        if self.audio_cache:
+            self.audio_cache.set_capacity(audio)
+        self.cache.set_capacity(rest - audio)
+
+    @property
+    def cached_bytes(self) -> int:
+        """What all caches together hold in memory now."""
+        audio = self.audio_cache.nbytes if self.audio_cache else 0
+        return self.cache.stats().bytes + audio + self.voices.nbytes
+
+    def recall_audio(self, features: Features) -> np.ndarray | None:
+        """The sound of known features, (samples,) float32, if it was kept."""
+        if self.audio_cache is None:
+            return None
+        kept = self.audio_cache.retrieve(self.audio_cache.generate_key(features))
+        return None if kept is None else np.frombuffer(kept, dtype=np.float32)
+
+    def keep_audio(self, features: Features, audio: np.ndarray) -> None:
+        """Keep sound for `recall_audio`, where that is enabled."""
+        if self.audio_cache is not None:
+            key = self.audio_cache.generate_key(features)
+            if key not in self.audio_cache:
+                self.audio_cache.store(key, audio.tobytes())
 
     @torch.inference_mode()
     def compute_prefix(self, voice: VoicePrompt) -> KVPrefix:
@@ -250,45 +304,6 @@ class FishSpeech:
             if utterance.error:
                 raise utterance.error
         return [utterance.result for utterance in utterances if utterance.result]
-
-
-def load_codec(checkpoint: Checkpoint, device: torch.device | str, dtype: torch.dtype = torch.float32) -> Firefly:
-    """The codec with a checkpoint's weights, weight norm folded.
-
-    Raises:
-        CheckpointError: a tensor is missing, surplus or of the wrong shape.
-    """
-    try:
-        state = fold_weight_norm(checkpoint.read_codec())
-    except KeyError as error:
-        check_state(checkpoint.codec_file, {str(error.args[0]): ()}, {})
-        raise
-    with torch.device("meta"):
-        expected = {name: tuple(t.shape) for name, t in Firefly(checkpoint.codec).state_dict().items()}
-    check_state(checkpoint.codec_file, expected, state)
-    state = {name: convert(tensor, dtype, device) for name, tensor in state.items()}
-    return Firefly.from_state(checkpoint.codec, state).requires_grad_(False)
-
-
-def _pick_device(device: str) -> torch.device:
-    if device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        picked = torch.device(device)
-    except RuntimeError:
-        raise RequestError(f"unknown device {device!r}: use auto, cpu or cuda") from None
-    if picked.type == "cuda" and not torch.cuda.is_available():
-        raise RequestError(f"device {device!r} asked for, but PyTorch sees no CUDA GPU here: use cpu or auto")
-    return picked
-
-
-def _pick_dtype(dtype: str | torch.dtype, device: str) -> torch.dtype:
-    if dtype == "auto":
-        return torch.float32 if _pick_device(device).type == "cpu" else torch.bfloat16
-    picked = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-    if picked not in (torch.float32, torch.bfloat16, torch.float16):
-        raise RequestError(f"unknown dtype {dtype!r}: use auto, float32, bfloat16, float16 or int8")
-    return picked
 
 
 def _one_each(value, count: int, name: str) -> list:

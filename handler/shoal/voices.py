@@ -6,6 +6,7 @@ Encoding a reference and prefilling its prompt both cost far more than a frame, 
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +18,11 @@ from shoal.engine import KVPrefix
 from shoal.errors import RequestError, ShoalError
 from shoal.lru import ByteLRU
 from shoal.model.firefly import Firefly
+from shoal.packing import DamagedError, pack, unpack
 from shoal.prompt import VoicePrompt
+from shoal.tiers import Tier
+
+log = logging.getLogger(__name__)
 
 _AUDIO_SUFFIXES = (".wav", ".flac", ".ogg", ".mp3")
 _TEXT_SUFFIXES = (".txt", ".lab")  # .lab is what upstream's reference folders use
@@ -38,13 +43,29 @@ class Voice:
                 digest.update(np.ascontiguousarray(codes.to("cpu", torch.int16).numpy()).tobytes())
             object.__setattr__(self, "id", digest.hexdigest()[:32])
 
+    def to_bytes(self) -> bytes:
+        """Bytes for a file or a network; `from_bytes` gives the same voice back."""
+        codes = [part.to("cpu", torch.int16).numpy() for part in self.prompt.codes]
+        return pack("voice", {"texts": self.prompt.texts}, codes)
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Voice:
+        """Raises DamagedError for bytes that are not, or no longer, a voice."""
+        fields, arrays = unpack("voice", data)
+        texts = fields.get("texts")
+        if not isinstance(texts, list) or len(texts) != len(arrays) or any(codes.ndim != 2 for codes in arrays):
+            raise DamagedError("its texts are not those of its codes")
+        return cls(VoicePrompt(tuple(map(str, texts)), tuple(map(torch.from_numpy, arrays))))
+
 
 class VoiceStore:
     """Registered voices, and the caches of encoded references and prefilled prompts.
 
     Args:
         prefill: computes the KV prefix of a voice's prompt.
-        max_code_bytes, max_prefix_bytes: bounds of the two caches.
+        fingerprint: of the checkpoint that the codec comes from.
+        tiers: slower places that keep encoded references, for the next process or for other machines.
+        max_code_bytes, max_prefix_bytes: bounds of the two caches in memory.
     """
 
     def __init__(
@@ -52,10 +73,12 @@ class VoiceStore:
         codec: Firefly,
         prefill: Callable[[VoicePrompt], KVPrefix],
         *,
+        fingerprint: str = "",
+        tiers: Sequence[Tier] = (),
         max_code_bytes: int = 8 * 1024**2,
         max_prefix_bytes: int = 512 * 1024**2,
     ) -> None:
-        self._codec, self._prefill = codec, prefill
+        self._codec, self._prefill, self._fingerprint, self._tiers = codec, prefill, fingerprint, tuple(tiers)
         self._named: dict[str, Voice] = {}
         self._encoded: ByteLRU[Voice] = ByteLRU(max_code_bytes, _voice_bytes)
         self._prefixes: ByteLRU[KVPrefix] = ByteLRU(max_prefix_bytes, lambda prefix: prefix.nbytes)
@@ -63,6 +86,16 @@ class VoiceStore:
     @property
     def sample_rate(self) -> int:
         return self._codec.config.sample_rate
+
+    @property
+    def nbytes(self) -> int:
+        """What the two caches hold now."""
+        return self._encoded.nbytes + self._prefixes.nbytes
+
+    def set_capacity(self, codes: int, prefixes: int) -> None:
+        """New bounds in bytes; what no longer fits leaves at once."""
+        self._encoded.set_bounds(codes)
+        self._prefixes.set_bounds(prefixes)
 
     def names(self) -> list[str]:
         return sorted(self._named)
@@ -100,7 +133,8 @@ class VoiceStore:
         digest = hashlib.sha256()
         for audio, text in references:
             digest.update(text.encode("utf-8", "surrogatepass") + b"\0" + np.ascontiguousarray(audio).tobytes())
-        return self._encoded.get_or_make(digest.hexdigest(), lambda: self._encode(references))
+        key = digest.hexdigest()
+        return self._encoded.get_or_make(key, lambda: self._recall(key) or self._encode_and_keep(key, references))
 
     def resolve(self, voice: str | Voice | VoicePrompt | None) -> Voice | None:
         """The voice that a request names or brings.
@@ -120,6 +154,32 @@ class VoiceStore:
     def prefix(self, voice: Voice) -> KVPrefix:
         """The prefilled prompt of a voice, computed once as long as it stays in the cache."""
         return self._prefixes.get_or_make(voice.id, lambda: self._prefill(voice.prompt))
+
+    def _recall(self, key: str) -> Voice | None:
+        """The voice that a slower tier has for these references."""
+        key, codebooks = self._tier_key(key), self._codec.config.num_codebooks
+        for tier in self._tiers:
+            data = tier.get(key)
+            if data is None:
+                continue
+            try:
+                voice = Voice.from_bytes(data)
+            except DamagedError as error:
+                log.warning("cache tier %s: a voice is damaged and removed: %s", tier.name, error)
+                tier.delete(key)
+                continue
+            if all(len(codes) == codebooks for codes in voice.prompt.codes):
+                return voice
+        return None
+
+    def _encode_and_keep(self, key: str, references: Sequence[tuple[np.ndarray, str]]) -> Voice:
+        voice = self._encode(references)
+        for tier in self._tiers:
+            tier.put(self._tier_key(key), voice.to_bytes())
+        return voice
+
+    def _tier_key(self, key: str) -> str:
+        return f"voice:{self._fingerprint}:{key}"
 
     @torch.inference_mode()
     def _encode(self, references: Sequence[tuple[np.ndarray, str]]) -> Voice:
