@@ -3,8 +3,9 @@
     python -m benchmarks.engine --size real --batch 1,8,16 --frames 16
 
 Upstream (fish-speech 0.1.0, one request at a time, whole static cache, whole head) and each batch size of ours take
-turns for `--repeats` rounds; the table shows medians, and the ratio is to upstream's median in the same run. MBU is the
-bytes of weights and KV that a step must read, over the bandwidth of a plain copy measured in the same process.
+turns for `--repeats` rounds; the table shows medians, and the ratios are to upstream's medians in the same run: `ratio`
+of frames per second with the prompts' prefill included, `step_ratio` of decoding alone. MBU is the bytes of weights and
+KV that a step must read, over the bandwidth of a plain copy measured in the same process.
 """
 
 from __future__ import annotations
@@ -49,27 +50,29 @@ def main(
     bandwidth = common.copy_bandwidth(device)
     params = SamplingParams(seed=1)
 
-    def run_upstream() -> float:
+    def run_upstream() -> tuple[float, float]:
         # greedy costs upstream the same as sampling, and cannot pick a token that has no code
-        work = lambda: baseline.generate_codes(common.TEXT, frames=frames, top_p=0.0)  # noqa: E731
-        return frames / common.timed(work, device)
+        with _clocked_upstream(baseline, device) as calls:
+            total = common.timed(lambda: baseline.generate_codes(common.TEXT, frames=frames, top_p=0.0), device)
+        return frames / total, statistics.median(calls[1:])
 
     def run_ours(rows: int) -> tuple[float, float]:
         engine = new_engine(speech, rows)
         prompt = text_prompt(speech.tokenizer, speech.num_codebooks, common.TEXT)
         for i in range(rows):
             engine.submit(prompt, params, seed=i, force_frames=frames)
-        begin = time.perf_counter()
+        steps = []
         while engine.live or engine.waiting:
-            engine.step()
-        common.synchronize(device)
-        seconds = time.perf_counter() - begin
-        return rows * frames / seconds, seconds / engine.steps
+            prefills = engine.waiting > 0
+            seconds = common.timed(engine.step, device)
+            steps.append((seconds, prefills))
+        decode = statistics.median(seconds for seconds, prefills in steps if not prefills)
+        return rows * frames / sum(seconds for seconds, _ in steps), decode
 
-    theirs: list[float] = []
+    theirs: list[tuple[float, float]] = []
     ours: dict[int, list[tuple[float, float]]] = defaultdict(list)
     for round_ in range(repeats + 1):  # the first round warms up
-        upstream_speed = run_upstream() if baseline else 0.0
+        upstream_speed = run_upstream() if baseline else (0.0, 0.0)
         speeds = {rows: run_ours(rows) for rows in sizes}
         if round_:
             theirs.append(upstream_speed)
@@ -77,7 +80,7 @@ def main(
                 ours[rows].append(speed)
 
     frames_per_second = speech.codec.config.frames_per_second
-    reference = statistics.median(theirs)
+    reference, reference_step = (statistics.median(column) for column in zip(*theirs, strict=True))
     rows_out = []
     for rows in sizes:
         speed = statistics.median(s for s, _ in ours[rows])
@@ -89,13 +92,14 @@ def main(
                 "ms_per_step": round(step * 1000, 2),
                 "real_time_factor": round(frames_per_second / speed, 4),
                 "ratio": round(speed / reference, 2) if reference else None,
+                "step_ratio": round(rows * reference_step / step, 2) if reference else None,
                 "mbu": round(step_bytes(speech, rows, frames) / step / bandwidth, 3),
                 "peak_mb": round(common.peak_memory_mb(device)),
             }
         )
     print(f"{size}, {dtype}, {device}, {frames} frames a request, median of {repeats}; copy {bandwidth / 1e9:.1f} GB/s")
     if baseline:
-        print(f"upstream's loop: {reference:.2f} frames/s (real-time factor {frames_per_second / reference:.2f})")
+        print(f"upstream's loop: {reference:.2f} frames/s, {1000 * reference_step:.1f} ms per frame once it decodes")
     print(common.table(rows_out[0], [row.values() for row in rows_out]))
     profiles = {rows: profile_step(speech, rows, frames, device) for rows in sizes} if profile else None
     for rows, parts in (profiles or {}).items():
@@ -110,6 +114,7 @@ def main(
             frames=frames,
             repeats=repeats,
             upstream_frames_per_s=round(reference, 3),
+            upstream_ms_per_frame=round(1000 * reference_step, 2),
             copy_gb_per_s=round(bandwidth / 1e9, 2),
             rows=rows_out,
             **({"profile_ms": profiles} if profiles else {}),
@@ -158,6 +163,24 @@ def profile_step(speech: FishSpeech, rows: int, frames: int, device: str) -> dic
     parts = {name: seconds / steps * 1000 for name, seconds in spent.items()}
     parts["python"] = total / steps * 1000 - sum(parts.values())
     return {name: round(value, 3) for name, value in parts.items()}
+
+
+@contextlib.contextmanager
+def _clocked_upstream(baseline: UpstreamBaseline, device: str) -> Iterator[list[float]]:
+    """Seconds of each of upstream's frames; the first one holds the prefill."""
+    module = baseline._inference
+    decode, calls = module.decode_one_token_ar, []
+
+    def timed(*args, **kwargs):
+        results = []
+        calls.append(common.timed(lambda: results.append(decode(*args, **kwargs)), device))
+        return results[0]
+
+    module.decode_one_token_ar = timed
+    try:
+        yield calls
+    finally:
+        module.decode_one_token_ar = decode
 
 
 @contextlib.contextmanager

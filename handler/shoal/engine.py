@@ -27,18 +27,17 @@ _NEVER = 2**31 - 1
 
 @dataclass(frozen=True, eq=False)
 class KVPrefix:
-    """K and V of a prompt's beginning, ready to be copied into a row: (layers, length, kv_heads, head_dim) each."""
+    """K and V of a prompt's beginning, ready to be copied into a row."""
 
-    keys: Tensor
-    values: Tensor
+    kv: Tensor  # (layers, length, 2 * kv_heads, head_dim), keys before values
 
     @property
     def length(self) -> int:
-        return self.keys.shape[1]
+        return self.kv.shape[1]
 
     @property
     def nbytes(self) -> int:
-        return self.keys.nbytes + self.values.nbytes
+        return self.kv.nbytes
 
 
 @dataclass(eq=False)
@@ -199,7 +198,7 @@ class Engine:
         cache = self.model.new_cache()
         columns = prompt.T[None].to(self.model.device)
         self._run_prompt(columns, cache, slice(0, 1), starts=[0])
-        return KVPrefix(*cache.read_row(0, length))
+        return KVPrefix(cache.read_row(0, length))
 
     @torch.inference_mode()
     def step(self) -> list[Sequence]:
@@ -234,7 +233,7 @@ class Engine:
             self._rows.append(sequence)
             fresh.append(sequence)
             if sequence.prefix:
-                self._cache.fill_row(sequence._row, sequence.prefix.keys, sequence.prefix.values)
+                self._cache.fill_row(sequence._row, sequence.prefix.kv)
             self._state.start(sequence._row, sequence)
         return fresh
 

@@ -106,7 +106,7 @@ def penalise(logits: Tensor, window: Tensor, penalty: Tensor) -> Tensor:
 
 
 def exponential_noise(seeds: Tensor, frames: Tensor, codebook: int, candidates: Tensor) -> Tensor:
-    """Exp(1) noise from a counter: murmur3's 32-bit finaliser over (seed, frame, codebook, candidate).
+    """Exp(1) noise from a counter: splitmix64's finaliser (Steele et al. 2014) over seed, frame, codebook, candidate.
 
     Args:
         seeds: (B,) int64; frames: (B,) int64; candidates: (B, k) int64.
@@ -114,25 +114,20 @@ def exponential_noise(seeds: Tensor, frames: Tensor, codebook: int, candidates: 
     Returns:
         (B, k) float32, each value in (2**-25, 17.4).
     """
-    key = _mix(seeds & _M32)
-    key = _mix(key ^ (seeds >> 32))
-    key = _mix(key ^ _mix((frames * 0x9E3779B1 + codebook * 0x7FEB352D + 1) & _M32))
-    bits = _mix((key[:, None] + candidates * 0x9E3779B1) & _M32)
-    bits = _mix(bits ^ _mix(key ^ 0x5BD1E995)[:, None])
-    uniform = ((bits >> 8).float() + 0.5) * 2.0**-24
-    return -uniform.log()
+    key = _mix(seeds + _mix(frames * _GAMMA + codebook))
+    bits = _mix(key[:, None] + candidates * _GAMMA) >> 40  # the upper 24 bits, signed
+    return (bits + (2**23 + 0.5)).float().mul_(2.0**-24).log_().neg_()
 
 
-_M32 = 0xFFFFFFFF
+# The constants of splitmix64, as signed 64-bit integers; products wrap, which is what they are made for.
+_GAMMA, _M1, _M2 = (c - 2**64 for c in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 
 
 def _mix(x: Tensor) -> Tensor:
-    # int64 holds the 32-bit state: products wrap modulo 2**64, whose low half is all that is kept
-    x = x ^ (x >> 16)
-    x = (x * 0x85EBCA6B) & _M32
-    x = x ^ (x >> 13)
-    x = (x * 0xC2B2AE35) & _M32
-    return x ^ (x >> 16)
+    # PyTorch shifts int64 arithmetically: the mask makes the shift logical, or the sign would cancel itself
+    x = (x ^ (x >> 30 & 2**34 - 1)) * _M1
+    x = (x ^ (x >> 27 & 2**37 - 1)) * _M2
+    return x ^ (x >> 31 & 2**33 - 1)
 
 
 def _check_range(name: str, value: float, low: float, high: float) -> None:

@@ -79,7 +79,7 @@ def test_without_cache_nothing_is_read_or_kept(speech):
 @pytest.mark.parametrize("text", [TEXTS[1], STORY], ids=["short", "long"])
 @pytest.mark.parametrize("named", [None, "narrator"])
 def test_a_stream_joined_is_the_whole(speech, voice, text, named):
-    params = SamplingParams(seed=11, max_new_tokens=60)
+    params = SamplingParams(seed=5, max_new_tokens=60)
     whole = speech.synthesize(text, named, params, use_cache=False)
     pieces = list(speech.stream(text, named, params, use_cache=False))
     assert len(pieces) > 1

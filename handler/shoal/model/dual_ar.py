@@ -43,10 +43,9 @@ class Block(nn.Module):
         batch, length, _ = x.shape
         qkv = self.wqkv(rms_norm(x, self.attention_norm, self.eps))
         qkv = qkv.view(batch, length, self.n_head + 2 * self.n_kv, self.head_dim)
-        heads = self.n_head + self.n_kv
-        rotated = rotate(qkv[:, :, :heads], rope)
-        keys, values = cache.write(layer, rotated[:, :, self.n_head :], qkv[:, :, heads:])
-        x = x + self.wo(attend(rotated[:, :, : self.n_head], keys, values, mask))
+        rotate_(qkv[:, :, : self.n_head + self.n_kv], rope)
+        keys, values = cache.write(layer, qkv[:, :, self.n_head :])
+        x = x + self.wo(attend(qkv[:, :, : self.n_head], keys, values, mask))
         gate, up = self.gate_up(rms_norm(x, self.ffn_norm, self.eps)).chunk(2, dim=-1)
         return x + self.w2(F.silu(gate) * up)
 
@@ -88,6 +87,7 @@ class DualAR(nn.Module):
         self.register_buffer("fast_rope", rope_table(c.num_codebooks, c.fast_head_dim, c.rope_base), persistent=False)
         stride = c.codebook_size if c.share_codebook_embeddings else 0  # upstream's name; it means "one table, offset"
         self.register_buffer("code_offsets", torch.arange(c.num_codebooks) * stride, persistent=False)
+        self.register_buffer("_fast_positions", torch.arange(c.num_codebooks)[None], persistent=False)
 
     @property
     def device(self) -> torch.device:
@@ -159,9 +159,9 @@ class DualAR(nn.Module):
             (B, codebook_size) logits at the last of them.
         """
         batch, length, _ = x.shape
-        positions = torch.arange(position, position + length, device=x.device)[None]
+        positions = self._fast_positions[:, position : position + length]
         cache.open(slice(0, batch), positions, position + length, uniform=True)
-        rope = self.fast_rope[positions][:, :, None]
+        rope = self.fast_rope[None, position : position + length, None]
         mask = causal_mask(positions, position + length) if length > 1 else None
         for i, block in enumerate(self.fast_layers):
             x = block(x, rope, cache, i, mask)
@@ -182,10 +182,13 @@ def rope_table(length: int, head_dim: int, base: float) -> Tensor:
     return torch.complex(angles.cos().bfloat16().float(), angles.sin().bfloat16().float())
 
 
-def rotate(x: Tensor, rope: Tensor) -> Tensor:
-    """Rotary embedding (Su et al. 2021) over interleaved pairs. x: (B, T, H, D); rope: (B or 1, T, 1, D / 2)."""
-    pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
-    return torch.view_as_real(pairs * rope).flatten(-2).to(x.dtype)
+def rotate_(x: Tensor, rope: Tensor) -> None:
+    """Rotary embedding (Su et al. 2021) over interleaved pairs, in place; x (B, T, H, D), rope (B or 1, T, 1, D/2)."""
+    pairs = x.unflatten(-1, (-1, 2))
+    if x.dtype == torch.float32:
+        torch.view_as_complex(pairs).mul_(rope)
+    else:
+        pairs.copy_(torch.view_as_real(torch.view_as_complex(pairs.float()) * rope))
 
 
 def causal_mask(positions: Tensor, longest: int) -> Tensor:
@@ -205,17 +208,16 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     batch, length, heads, size = q.shape
     kv_heads = k.shape[2]
     group = heads // kv_heads
+    q = q.unflatten(2, (kv_heads, group))
+    if length == 1:
+        out = F.scaled_dot_product_attention(q[:, 0], k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask)
+        return out.reshape(batch, 1, heads * size)
     # heads of a group become extra queries of their K/V head: (B, KVH, G * T, D), group outermost
-    q = (
-        q.view(batch, length, kv_heads, group, size)
-        .permute(0, 2, 3, 1, 4)
-        .reshape(batch, kv_heads, group * length, size)
-    )
-    if mask is not None and length > 1:
+    q = q.permute(0, 2, 3, 1, 4).reshape(batch, kv_heads, group * length, size)
+    if mask is not None:
         mask = mask.repeat(1, 1, group, 1)
     out = F.scaled_dot_product_attention(q, k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask)
-    out = out.view(batch, kv_heads, group, length, size).permute(0, 3, 1, 2, 4)
-    return out.reshape(batch, length, heads * size)
+    return out.unflatten(2, (group, length)).permute(0, 3, 1, 2, 4).reshape(batch, length, heads * size)
 
 
 def expected_shapes(config: DualARConfig) -> dict[str, tuple[int, ...]]:
@@ -305,6 +307,7 @@ def load_dual_ar(
     model.fast_rope = rope_table(config.num_codebooks, config.fast_head_dim, config.rope_base).to(device)
     stride = config.codebook_size if config.share_codebook_embeddings else 0
     model.code_offsets = (torch.arange(config.num_codebooks) * stride).to(device)
+    model._fast_positions = torch.arange(config.num_codebooks, device=device)[None]
     model.requires_grad_(False).eval()
     del ours, head, tensor  # or memory would hold the plain weights beside those in another form
     if int8:
