@@ -7,15 +7,18 @@ again. Classic mode (`continuousBatching: false`): one call is one batch, answer
 
 from __future__ import annotations
 
+import logging
 import os
 from typing import Any
 
-from shoal.cache import AudioFeatureCache
+from shoal.serving.caches import open_cache, warm_phrases
 from shoal.serving.limits import HandlerSettings, SettingsError, load_settings, resolve_checkpoint
 from shoal.serving.metrics import MetricsEmitter
 from shoal.serving.replies import Reply
 from shoal.serving.service import SpeechService
 from shoal.speech import FishSpeech
+
+logger = logging.getLogger(__name__)
 
 _handler: _Handler | None = None
 
@@ -39,6 +42,11 @@ class _Handler:
         self.continuous = bool(config.get("continuousBatching", False))
         self.service = SpeechService(_load_model(settings, ctx), settings)
         self.metrics = MetricsEmitter(ctx.metrics, ctx.model_name)
+        if phrases := warm_phrases(settings, ctx.system_properties["model_dir"]):
+            warmed = self.service.warm(phrases, settings.warm_voices)
+            logger.info("warmed up: %d phrases decoded, %d known already", warmed.decoded, warmed.known)
+            for phrase, error in warmed.failed.items():
+                logger.warning("warm-up: %r: %s", phrase[:80], error)
 
     def __call__(self, data: list[dict[str, Any]], ctx: Any) -> list[Any]:
         out = self._slice(data, ctx) if self.continuous else self._batch(data, ctx)
@@ -116,7 +124,7 @@ def _load_model(settings: HandlerSettings, ctx: Any) -> FishSpeech:
         dtype=settings.dtype,
         max_batch_size=settings.max_batch_size,
         threads=settings.threads,
-        cache=AudioFeatureCache(settings.cache_entries, settings.cache_bytes),
+        cache=open_cache(settings),
     )
     if settings.voices is not None:
         folder = os.path.join(model_dir, os.path.expanduser(settings.voices))

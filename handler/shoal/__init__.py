@@ -19,22 +19,38 @@ _EXPORTS = {
     "SamplingParams": "sampling",
     "Features": "features",
     "AudioFeatureCache": "cache",
+    "AudioCache": "audio_cache",
+    "DiskTier": "tiers",
+    "RedisTier": "tiers",
     "FishSpeech": "speech",
     "Speech": "speech",
+    "OptimizedSpeechPipeline": "pipeline",
+    "RealtimeBatchProcessor": "realtime",
+    "configure_model_caching": "caching",
+    "get_recommended_cache_size": "caching",
+    "pre_load_common_features": "caching",
 }
 
 __all__ = ["__version__", *_EXPORTS]
 
 if TYPE_CHECKING:
+    from shoal.audio_cache import AudioCache as AudioCache
     from shoal.cache import AudioFeatureCache as AudioFeatureCache
+    from shoal.caching import configure_model_caching as configure_model_caching
+    from shoal.caching import get_recommended_cache_size as get_recommended_cache_size
+    from shoal.caching import pre_load_common_features as pre_load_common_features
     from shoal.errors import CapacityError as CapacityError
     from shoal.errors import CheckpointError as CheckpointError
     from shoal.errors import RequestError as RequestError
     from shoal.errors import ShoalError as ShoalError
     from shoal.features import Features as Features
+    from shoal.pipeline import OptimizedSpeechPipeline as OptimizedSpeechPipeline
+    from shoal.realtime import RealtimeBatchProcessor as RealtimeBatchProcessor
     from shoal.sampling import SamplingParams as SamplingParams
     from shoal.speech import FishSpeech as FishSpeech
     from shoal.speech import Speech as Speech
+    from shoal.tiers import DiskTier as DiskTier
+    from shoal.tiers import RedisTier as RedisTier
 
 
 def __getattr__(name: str) -> Any:

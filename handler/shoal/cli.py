@@ -121,6 +121,32 @@ def say(
 
 
 @app.command()
+def warm(
+    phrases: Annotated[Path, typer.Argument(metavar="FILE", help="Phrases, one a line; # begins a comment.")],
+    disk: Annotated[
+        Optional[Path],  # noqa: UP045
+        typer.Option(metavar="DIR", help="Directory of the server's disk tier. Default: what model-config.yaml says"),
+    ] = None,
+    redis: Annotated[
+        Optional[str],  # noqa: UP045
+        typer.Option(metavar="URL", help="The server's Redis. Default: what model-config.yaml says"),
+    ] = None,
+    voice: Annotated[
+        Optional[list[str]],  # noqa: UP045
+        typer.Option(help="Voice to decode them in; may be given several times. Default: none"),
+    ] = None,
+    checkpoint: CheckpointOption = None,
+) -> None:
+    """Decode phrases into a server's disk or Redis cache, so that it never has to."""
+    with _errors_in_one_line():
+        from shoal.project import ensure_checkpoint
+        from shoal.serving.commands import warm as run
+
+        if not run(phrases, ensure_checkpoint(checkpoint), disk=disk, redis=redis, voices=voice or [None]):
+            raise typer.Exit(1)
+
+
+@app.command()
 def archive(
     output: Annotated[
         Optional[Path],  # noqa: UP045

@@ -84,11 +84,16 @@ class Utterance:
     _pieces: list[np.ndarray] = field(default_factory=list)  # audio in order
     _taken: int = 0  # pieces that take_audio has handed out
     _followers: list[Utterance] = field(default_factory=list)  # equal requests that wait for this one's codes
-    _recalled: Features | None = None  # what it repeats, where it is no news
+    recalled: Features | None = None  # what it repeats, where that was known when it came
 
     @property
     def done(self) -> bool:
         return self.result is not None or self.error is not None
+
+    @property
+    def decoding(self) -> bool:
+        """Whether it takes, or waits for, rows of the engine: not from the cache, not what waits for an equal one."""
+        return bool(self._sentences) and not (self.cache_hit or self.done)
 
     @property
     def batch_size(self) -> int:
@@ -160,13 +165,13 @@ class Scheduler:
         )
         utterance = Utterance(request, text, request.params.resolve_seed(), key, voice)
         cached = request.use_cache and self._speech.caching
-        if cached and key not in self._leaders and (found := self._retrieve(key)):
+        if cached and key not in self._leaders and (found := self._ours(self._speech.cache.retrieve_features(key))):
             self._recall(utterance, found)
         with self._lock:
             if not utterance.cache_hit:
                 if cached and key in self._leaders:
                     self._leaders[key]._followers.append(utterance)
-                elif cached and (found := self._speech.cache.in_memory(key)):  # its leader ended in between
+                elif cached and (found := self._ours(self._speech.cache.in_memory(key))):  # a leader ended in between
                     self._recall(utterance, found)
                 else:
                     self._start(utterance)
@@ -221,15 +226,14 @@ class Scheduler:
         if utterance.request.use_cache and self._speech.caching:
             self._leaders[utterance.key] = utterance
 
-    def _retrieve(self, key: str) -> Features | None:
+    def _ours(self, found: Features | None) -> Features | None:
         """What the cache has, unless it is of another model: a slow tier may hold what anyone wrote there."""
-        found = self._speech.cache.retrieve_features(key)
         ours = (self._speech.fingerprint, self._speech.num_codebooks)
         return found if found and (found.fingerprint, len(found.codes)) == ours else None
 
     def _recall(self, utterance: Utterance, features: Features, audio: np.ndarray | None = None) -> None:
         """Give an utterance its codes and, where it is known, its audio."""
-        utterance.cache_hit, utterance.seed, utterance._recalled = True, features.seed, features
+        utterance.cache_hit, utterance.seed, utterance.recalled = True, features.seed, features
         utterance._sentences = _sentences([""] * len(features.pauses_s), features.pauses_s)
         wanted = utterance.request.audio
         if audio is None and wanted and utterance.request.use_cache:
@@ -339,7 +343,7 @@ class Scheduler:
         from shoal.speech import Speech
 
         sentences, request = utterance._sentences, utterance.request
-        features = utterance._recalled or Features(
+        features = utterance.recalled or Features(
             codes=np.concatenate([s.codes for s in sentences], axis=1),
             sentence_frames=tuple(s.codes.shape[1] for s in sentences),
             pauses_s=tuple(s.pause_s for s in sentences),

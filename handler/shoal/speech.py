@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -161,8 +162,8 @@ class FishSpeech:
             RequestError: a text, voice or parameter is wrong; nothing is spoken then.
             ShoalError: decoding failed.
         """
-        voices = _one_each(voice, len(texts), "voice")
-        kinds = _one_each(params, len(texts), "params")
+        voices = one_each(voice, len(texts), "voice")
+        kinds = one_each(params, len(texts), "params")
         requests = [
             SpeechRequest(text, v, p, use_cache=use_cache) for text, v, p in zip(texts, voices, kinds, strict=True)
         ]
@@ -243,15 +244,15 @@ class FishSpeech:
         total = parse_bytes(capacity)
         self.voices.set_capacity(codes=total // 64, prefixes=total // 2)
         rest = total - total // 2 - total // 64
-        audio = rest // 2 if self.audio_cache else 0
-        if self.audio_cache:
+        audio = rest // 2 if self.audio_cache is not None else 0
+        if self.audio_cache is not None:
             self.audio_cache.set_capacity(audio)
         self.cache.set_capacity(rest - audio)
 
     @property
     def cached_bytes(self) -> int:
         """What all caches together hold in memory now."""
-        audio = self.audio_cache.nbytes if self.audio_cache else 0
+        audio = self.audio_cache.nbytes if self.audio_cache is not None else 0
         return self.cache.stats().bytes + audio + self.voices.nbytes
 
     def recall_audio(self, features: Features) -> np.ndarray | None:
@@ -306,7 +307,8 @@ class FishSpeech:
         return [utterance.result for utterance in utterances if utterance.result]
 
 
-def _one_each(value, count: int, name: str) -> list:
+def one_each(value: Any, count: int, name: str) -> list:
+    """A list of `count` values: the given ones, or one given value repeated. Raises RequestError for another number."""
     if isinstance(value, (list, tuple)):
         if len(value) != count:
             raise RequestError(f"{len(value)} of {name} for {count} texts: give one for all, or one each")

@@ -67,7 +67,7 @@ class _Guard:
             return otherwise
         except self._errors as error:
             if not self._resume:
-                log.warning("cache tier %s is left out until it works again: %s", self._name, error)
+                log.warning("cache tier %s is left out for now: %s", self._name, error)
             self._resume = time.monotonic() + self._rest_s
             if on_error:
                 on_error(error)

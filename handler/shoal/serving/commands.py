@@ -1,15 +1,18 @@
-"""What `shoal serve` does: build the archive, start the server, say how to talk to it."""
+"""What `shoal serve` and `shoal warm` do: build the archive and start the server, fill a server's caches."""
 
 from __future__ import annotations
 
 import json
 import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from shoal.archive import build_archive
-from shoal.project import ensure_checkpoint, model_store, project_root, state_dir
+from shoal.errors import DependencyError, ShoalError
+from shoal.project import ensure_checkpoint, handler_dir, model_store, project_root, state_dir
 from shoal.serving.background import detach, running
+from shoal.serving.limits import HandlerSettings, load_settings
 from shoal.serving.processes import signals_as_exit
 from shoal.serving.server import Ports, TorchServe
 
@@ -39,6 +42,56 @@ def serve(checkpoint: Path | None, *, background: bool, timeout_s: float) -> Non
         else:
             print("stop it with: Ctrl-C", flush=True)
             server.wait()
+
+
+def warm(
+    phrases: Path, checkpoint: Path, *, disk: Path | None, redis: str | None, voices: Sequence[str | None]
+) -> bool:
+    """Decode a file's phrases into the tiers that a server reads; False where some could not be spoken."""
+    from shoal.serving.caches import open_cache, read_phrases
+    from shoal.serving.service import SpeechService
+    from shoal.speech import FishSpeech
+
+    texts = read_phrases(phrases)
+    settings = _server_settings()
+    changes = {"cache_disk": str(disk.expanduser().absolute()) if disk else None, "cache_redis": redis}
+    settings = settings.model_copy(update={key: value for key, value in changes.items() if value})
+    cache = open_cache(settings)
+    if not cache.tiers:
+        raise ShoalError("no cache to warm: name --disk DIR or --redis URL, or set one in handler/model-config.yaml")
+    model = FishSpeech.load(
+        checkpoint,
+        device=settings.device,
+        dtype=settings.dtype,
+        max_batch_size=settings.max_batch_size,
+        threads=settings.threads,
+        cache=cache,
+    )
+    terminal = sys.stderr.isatty()
+
+    def show(done: int, total: int) -> None:
+        if terminal:
+            sys.stderr.write(f"\r\033[K{done} of {total}")
+            sys.stderr.flush()
+
+    done = SpeechService(model, settings).warm(texts, voices, show)
+    if terminal:
+        sys.stderr.write("\r\033[K")
+    names = " and ".join(tier.name for tier in cache.tiers)
+    print(f"{done.decoded} phrases decoded into {names}, {done.known} known already, {len(done.failed)} failed")
+    for text, error in done.failed.items():
+        print(f"  {text[:60]!r}: {error}")
+    return not done.failed
+
+
+def _server_settings() -> HandlerSettings:
+    """What the server's model-config.yaml says: its precision and limits are part of what its requests ask for."""
+    try:
+        import yaml
+    except ImportError:
+        raise DependencyError("reading model-config.yaml needs PyYAML: pip install PyYAML") from None
+    config = yaml.safe_load((handler_dir() / "model-config.yaml").read_text(encoding="utf-8")) or {}
+    return load_settings(config.get("handler"))
 
 
 def config_file() -> Path | None:

@@ -8,9 +8,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from shoal.errors import ShoalError
+from shoal.errors import RequestError, ShoalError
+from shoal.sizes import parse_bytes
 
 
 class SettingsError(ShoalError):
@@ -44,11 +45,27 @@ class HandlerSettings(BaseModel):
     max_batch_size: int = Field(16, gt=0)  # slots of the engine
     batch_limit: int | None = Field(None, gt=0)  # rows decoded at once, can be lowered live; None: all slots
     cache_bytes: int = Field(64 * 1024 * 1024, ge=0)
-    cache_entries: int = Field(10_000, ge=0)  # 0 turns the cache off
+    cache_entries: int = Field(10_000, ge=0)  # 0 keeps nothing in memory
+    cache_disk: str | None = None  # directory of the tier on disk, absolute; None: no such tier
+    cache_disk_bytes: int = Field(1024**3, gt=0)
+    cache_redis: str | None = None  # URL of the tier on a Redis or Valkey server; None: no such tier
+    cache_redis_ttl_s: float | None = Field(None, gt=0)  # None: entries stay as long as the server likes
+    audio_cache_bytes: int = Field(0, ge=0)  # encoded replies; 0 keeps none
+    warm_phrases: str | list[str] = []  # texts to decode before the worker reports ready, or a file of them
+    warm_voices: list[str | None] = [None]  # and the voices to decode them in; None: no voice
     slice_ms: float = Field(50.0, gt=0, le=10_000)
     voices: str | None = None  # folder of registered voices; relative means relative to the archive
     log_texts: bool = False
     limits: Limits = Limits()
+
+    @field_validator("cache_bytes", "cache_disk_bytes", "audio_cache_bytes", mode="before")
+    @classmethod
+    def _size(cls, value: Any) -> Any:
+        """Sizes may be written like "1.5GB"."""
+        try:
+            return parse_bytes(value) if isinstance(value, str) else value
+        except RequestError as error:
+            raise ValueError(str(error)) from None
 
 
 def load_settings(section: Any) -> HandlerSettings:

@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import json
 import logging
+import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from shoal.audio_cache import AudioCache
+from shoal.caching import WarmUp, warm_up
 from shoal.errors import CancelledError, CapacityError, RequestTimeoutError, ShoalError
 from shoal.sampling import SamplingParams
 from shoal.scheduler import SpeechRequest, Utterance
@@ -26,6 +29,7 @@ from shoal.serving.replies import Reply, error_reply, presentable, sse_delta, ss
 from shoal.serving.schema import INFO_PATH, TTSRequest, is_openai_path, parse_request
 
 if TYPE_CHECKING:
+    from shoal.features import Features
     from shoal.prompt import VoicePrompt
     from shoal.speech import FishSpeech, Speech
 
@@ -69,6 +73,7 @@ class SpeechService:
         self._scheduler = model.scheduler
         if self.settings.batch_limit is not None:
             self._scheduler.batch_limit = self.settings.batch_limit
+        self._audio_cache = AudioCache(self.settings.audio_cache_bytes)
         self._jobs: dict[str, _Job] = {}
         self._replies: dict[str, Reply] = {}  # final replies that wait for collect()
         self._records: list[RequestRecord] = []
@@ -116,7 +121,29 @@ class SpeechService:
             return
         if self.settings.log_texts:
             logger.info("request %s: %d characters: %r", request_id, len(request.text), request.text[:200])
-        self._jobs[request_id] = _Job(request, utterance, openai, streams, now, now + self.limits.max_seconds)
+        job = _Job(request, utterance, openai, streams, now, now + self.limits.max_seconds)
+        if not self._answer_at_once(request_id, job):
+            self._jobs[request_id] = job
+
+    def warm(
+        self,
+        phrases: Sequence[str],
+        voices: Sequence[str | None] = (None,),
+        progress: Callable[[int, int], None] | None = None,
+    ) -> WarmUp:
+        """Decode phrases as requests with no parameters of their own would, in each voice; nothing else may run."""
+        requests, failed = [], {}
+        for voice in voices:
+            for phrase in phrases:
+                body = {"text": phrase} | ({"reference_id": voice} if voice else {})
+                try:
+                    request = parse_request(body, "application/json", None, self.limits, self.model.voices.names())
+                    requests.append(self._speech_request(request, streams=False))
+                except ShoalError as error:
+                    failed[phrase] = error
+        done = warm_up(self.model, requests, batch_size=self.model.max_batch_size, progress=progress)
+        done.failed.update(failed)
+        return done
 
     def admit_describe(self, request_id: str) -> None:
         """Queue a question about the server itself; its reply is `describe()` as JSON."""
@@ -220,6 +247,29 @@ class SpeechService:
             "limits": self.limits.model_dump(),
         }
 
+    # -- finished sound -----------------------------------------------------------------------------------------------
+
+    def _answer_at_once(self, request_id: str, job: _Job) -> bool:
+        """Reply with sound that was kept, if this request's features are known and so is their sound."""
+        key = self._audio_key(job, job.utterance.recalled)
+        kept = self._audio_cache.retrieve(key) if key and not job.streams else None
+        if kept is None:
+            return False
+        self._scheduler.cancel(job.utterance)
+        (job.samples,), body = struct.unpack_from("<Q", kept), kept[8:]
+        headers = self._headers(job) | self._measures(job, job.samples / self.model.sample_rate)
+        self._replies[request_id] = Reply(200, self._content_type(job), body, headers)
+        self._record(request_id, job, "ok", 200)
+        return True
+
+    def _audio_key(self, job: _Job, features: Features | None) -> str | None:
+        request = job.request
+        if features is None or not self._audio_cache.max_bytes or request.use_memory_cache == "off":
+            return None
+        if request.stream_format == "sse":
+            return None
+        return self._audio_cache.generate_key(features, request.format, sample_rate=request.sample_rate)
+
     # -- replies ------------------------------------------------------------------------------------------------------
 
     def _reply_of(self, request_id: str, job: _Job) -> Reply | None:
@@ -258,6 +308,8 @@ class SpeechService:
         else:
             job.samples = len(speech.audio)
             encoded, _ = encode_audio(speech.audio, speech.sample_rate, request.format, request.sample_rate)
+            if key := self._audio_key(job, speech.features):
+                self._audio_cache.store(key, struct.pack("<Q", job.samples) + encoded)
             body = sse_delta(encoded) if sse else encoded
         if sse:
             body += sse_done(len(request.text), speech.features.codes.shape[-1])
@@ -274,11 +326,15 @@ class SpeechService:
             "X-Shoal-Cache": "hit" if utterance.cache_hit else "miss",
             "X-Shoal-Seed": str(utterance.seed),
         }
-        if speech is not None:
-            headers["X-Shoal-Audio-Seconds"] = f"{speech.seconds:.3f}"
-            headers["X-Shoal-Batch-Size"] = str(speech.batch_size)
-            headers["X-Shoal-Time-Ms"] = f"{(self._clock() - job.admitted) * 1000:.1f}"
-        return headers
+        return headers | self._measures(job, speech.seconds) if speech is not None else headers
+
+    def _measures(self, job: _Job, seconds: float) -> dict[str, str]:
+        """What is known when a reply is whole."""
+        return {
+            "X-Shoal-Audio-Seconds": f"{seconds:.3f}",
+            "X-Shoal-Batch-Size": str(job.utterance.batch_size),
+            "X-Shoal-Time-Ms": f"{(self._clock() - job.admitted) * 1000:.1f}",
+        }
 
     # -- failures -----------------------------------------------------------------------------------------------------
 
