@@ -102,7 +102,11 @@ def test_requests_decode_together_and_sound_as_they_do_alone(service):
     for i, text in enumerate(texts):
         service.admit(f"r{i}", body(text, use_memory_cache="off"), JSON)
     replies = drive(service)
-    assert [replies[f"r{i}"][0].body for i in range(len(texts))] == alone
+    for i, wav in enumerate(alone):
+        # same codes, hence same length; the codec's rounding depends on the batch, which may move a sample by one step
+        np.testing.assert_allclose(
+            pcm_of(replies[f"r{i}"][0].body).astype(int), pcm_of(wav).astype(int), atol=1, rtol=0
+        )
     assert max(int(replies[f"r{i}"][0].headers["X-Shoal-Batch-Size"]) for i in range(len(texts))) == 4
 
 
