@@ -193,8 +193,15 @@ def test_bad_input_gets_a_json_error_and_the_next_request_works(server, case):
 
 
 def test_a_body_of_50_mb_is_refused_and_the_next_request_works(server):
+    body = b'{"text": "' + b"a" * 50_000_000 + b'"}'
+    reply = requests.post(server.predict_url, data=body, headers={"Content-Type": JSON}, timeout=TIMEOUT_S)
+    assert (reply.status_code, reply.json()["code"]) == (413, 413)
+    assert post(server, request()).status_code == 200
+
+
+def test_a_body_over_torchserves_limit_is_refused_and_the_next_request_works(server):
     try:
-        reply = requests.post(server.predict_url, data=b'{"text": "' + b"a" * 50_000_000 + b'"}', timeout=TIMEOUT_S)
+        reply = requests.post(server.predict_url, data=b"a" * 70_000_000, timeout=TIMEOUT_S)
         assert reply.status_code == 413  # from TorchServe's front, before any handler, and without a body
     except requests.ConnectionError:
         pass  # the server may hang up while the client still sends
