@@ -19,17 +19,18 @@ from shoal.serving.commands import config_file, wait_with_progress
 from shoal.serving.processes import signals_as_exit
 from shoal.serving.server import TorchServe
 
+# All from the demo checkpoint's phrase book (model_store/demo/phrases.tsv), so that it says them clearly.
 ALONE = (
     "안녕하세요, 반갑습니다.",
     "Hello, nice to meet you.",
     "こんにちは、はじめまして。",
-    "오늘 날씨가 참 좋네요. Let's go!",
+    "안녕하세요, welcome to the demo.",
 )
 TOGETHER = (
-    "저는 여러 요청을 한꺼번에 처리합니다.",
-    "Requests that arrive together are decoded together.",
-    "魚の群れのように、いっしょに泳ぎます。",
-    "3월 14일에 pizza 두 판을 주문했어요.",
+    "오늘 날씨가 참 좋네요.",
+    "How can I help you today?",
+    "お電話ありがとうございます。",
+    "Thank you, 감사합니다.",
 )
 # The same seed in every request: then the same text is the same request, and the cache may answer it.
 SEED = 42
