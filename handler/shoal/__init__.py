@@ -10,7 +10,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 # Before torch loads its OpenMP: threads that spin while they wait take the core from whoever they wait for. With another
-# busy program beside it speech took up to 15 times longer; on an idle machine it makes no difference.
+# busy program beside it speech took up to 15 times longer.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 __version__ = "0.1.0"

@@ -82,3 +82,13 @@ def test_phrases_come_out_as_long_as_they_were_taught(speech, phrases, voice):
     off = {t: abs(s.seconds / lengths[t] - 1) for t, s in zip(texts, spoken, strict=True)}
     wrong = {t: round(o, 2) for t, o in off.items() if o > 0.15}
     assert len(wrong) <= len(texts) // 10, wrong  # it samples: about one phrase in fifty slips
+
+
+def test_make_demo_and_the_notebook_speak_phrases_of_the_book(phrases):
+    from shoal.serving.demo import ALONE, TOGETHER
+
+    book = {text for _, _, text in phrases}
+    notebook = json.loads((ROOT / "notebooks" / "02_baseline.ipynb").read_text(encoding="utf-8"))
+    parameters = {}
+    exec("".join(notebook["cells"][1]["source"]), parameters)
+    assert book.issuperset((*ALONE, *TOGETHER, *parameters["TEXTS"]))
