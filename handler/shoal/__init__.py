@@ -9,8 +9,8 @@ import importlib
 import os
 from typing import TYPE_CHECKING, Any
 
-# Before torch loads its OpenMP: threads that spin while they wait take the core from whoever they wait for. With another
-# busy program beside it speech took up to 15 times longer.
+# Before torch loads its OpenMP: threads that spin while they wait take the core from whoever they wait for. Beside
+# another busy program speech took up to 15 times longer.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 __version__ = "0.1.0"
