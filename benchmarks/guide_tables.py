@@ -3,8 +3,9 @@
     python -m benchmarks.guide_tables --checkpoint model_store/demo --batch 16 --rounds 3
 
 Each figure is the median of `--rounds`; in a round the strategies take turns, each in a fresh process with the same
-number of threads. The ratio is of seconds of work per second of sound, since no two systems speak a text equally long; the CPU ratio is the
-same of processor time, which other programs on the machine disturb less.
+number of threads. The ratio is of seconds of work per second of sound, since no two systems speak a text equally long;
+the CPU ratio is the same of processor time, which other programs on the machine disturb less.
+
 Repeated texts: as many requests as texts, drawn from a quarter of them by Zipf's law, with caches empty at the start.
 What the strategies are: benchmarks/guide_strategies.py.
 """
@@ -128,10 +129,9 @@ def _show(title: str, count: int, distinct: int, table: dict[str, dict[str, Any]
         hits = "-" if row["hit_rate"] is None else f"{row['hit_rate']:.0%}"
         theirs = GUIDE_SECONDS.get(strategy) if guide else None
         figures = [row[key] for key in ("seconds", "mean_latency", "p95_latency", "texts_per_s")]
-        rows.append(
-            [strategy, *figures, round(row["memory_mb"]), row["rtf"], hits, row["ratio"], row["cpu_ratio"], theirs or "-",
-             GUIDE_SECONDS["none"] / theirs if theirs else "-"]
-        )  # fmt: skip
+        ratios = [row["ratio"], row["cpu_ratio"]]
+        guides = [theirs, GUIDE_SECONDS["none"] / theirs] if theirs else ["-", "-"]
+        rows.append([strategy, *figures, round(row["memory_mb"]), row["rtf"], hits, *ratios, *guides])
     print(f"\n{title}: {count} requests, {distinct} different texts")
     print(common.table(_HEADER, rows), flush=True)
 
@@ -142,9 +142,8 @@ def _verdicts(results: dict[str, dict[str, dict[str, Any]]]) -> list[str]:
     for title, least in TARGETS.items():
         if title in results:
             ratio, cpu = (results[title]["everything"][key] for key in ("ratio", "cpu_ratio"))
-            said.append(
-                f"{title}: {ratio}x ({cpu}x of processor time), aimed at {least:g}x: {'reached' if ratio >= least else 'not reached'}"
-            )
+            met = "reached" if ratio >= least else "not reached"
+            said.append(f"{title}: {ratio}x ({cpu}x of processor time), aimed at {least:g}x: {met}")
     for title, table in results.items():
         for before, after in itertools.pairwise(STRATEGIES):
             if table[after]["rtf"] > table[before]["rtf"]:
