@@ -11,6 +11,7 @@ import logging
 import os
 from typing import Any
 
+from shoal.memory import limit_memory
 from shoal.serving.caches import open_cache, warm_phrases
 from shoal.serving.limits import HandlerSettings, SettingsError, load_settings, resolve_checkpoint
 from shoal.serving.metrics import MetricsEmitter
@@ -131,4 +132,6 @@ def _load_model(settings: HandlerSettings, ctx: Any) -> FishSpeech:
         if not os.path.isdir(folder):
             raise SettingsError(f"model-config.yaml: handler.voices: {folder} is no directory")
         model.voices.load_folder(folder)
+    if settings.memory_limit is not None:
+        logger.info("memory: %s", limit_memory(model, settings.memory_limit))
     return model

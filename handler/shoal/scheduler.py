@@ -25,6 +25,7 @@ from shoal.prompt import VoicePrompt, text_prompt
 from shoal.sampling import MAX_SEED, SamplingParams
 from shoal.text import prepare_text, split_text
 from shoal.voices import Voice
+from shoal.windows import decode_windows
 
 if TYPE_CHECKING:
     from shoal.speech import FishSpeech, Speech
@@ -117,6 +118,7 @@ class Scheduler:
     def __init__(self, speech: FishSpeech, engine: Engine, *, max_waiting: int = 1024, max_chars: int = 20_000) -> None:
         self._speech, self._engine = speech, engine
         self.max_waiting, self.max_chars = max_waiting, max_chars
+        self.codec_frames: int | None = None  # decoded at a time at most, for little memory; None: as is quickest
         self._active: list[Utterance] = []  # in the order of submission, not yet done
         self._by_sequence: dict[Sequence, tuple[Utterance, _Sentence]] = {}
         self._leaders: dict[str, Utterance] = {}  # by cache key: those that decode while equal ones may wait for them
@@ -326,7 +328,7 @@ class Scheduler:
                 window = sentence.sequence.codes(begin)[:, : end - begin]
             windows.append(window.to(device))
             starts.append(sentence.emitted - begin)
-        pieces = [audio.cpu().numpy() for audio in codec.decode_chunks(windows, starts)]
+        pieces = [audio.cpu().numpy() for audio in decode_windows(codec, windows, starts, self.codec_frames)]
         rate = self._speech.sample_rate
         for (sentence, end), piece in zip(due, pieces, strict=True):
             if sentence.emitted == 0 and not sentence.first:

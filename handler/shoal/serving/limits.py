@@ -50,6 +50,7 @@ class HandlerSettings(BaseModel):
     cache_disk_bytes: int = Field(1024**3, gt=0)
     cache_redis: str | None = None  # URL of the tier on a Redis or Valkey server; None: no such tier
     cache_redis_ttl_s: float | None = Field(None, gt=0)  # None: entries stay as long as the server likes
+    memory_limit: int | None = Field(None, gt=0)  # of the whole process (CPU) or its share of the GPU; None: no limit
     audio_cache_bytes: int = Field(0, ge=0)  # encoded replies; 0 keeps none
     warm_phrases: str | list[str] = []  # texts to decode before the worker reports ready, or a file of them
     warm_voices: list[str | None] = [None]  # and the voices to decode them in; None: no voice
@@ -58,7 +59,7 @@ class HandlerSettings(BaseModel):
     log_texts: bool = False
     limits: Limits = Limits()
 
-    @field_validator("cache_bytes", "cache_disk_bytes", "audio_cache_bytes", mode="before")
+    @field_validator("cache_bytes", "cache_disk_bytes", "audio_cache_bytes", "memory_limit", mode="before")
     @classmethod
     def _size(cls, value: Any) -> Any:
         """Sizes may be written like "1.5GB"."""

@@ -72,7 +72,7 @@ class SpeechService:
         self._clock = clock
         self._scheduler = model.scheduler
         if self.settings.batch_limit is not None:
-            self._scheduler.batch_limit = self.settings.batch_limit
+            self._scheduler.batch_limit = min(self.settings.batch_limit, self._scheduler.batch_limit)
         self._audio_cache = AudioCache(self.settings.audio_cache_bytes)
         self._jobs: dict[str, _Job] = {}
         self._replies: dict[str, Reply] = {}  # final replies that wait for collect()
