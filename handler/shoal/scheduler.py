@@ -11,7 +11,6 @@ import time
 from collections import deque
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -22,89 +21,18 @@ from shoal.errors import CancelledError, CapacityError, OutOfMemoryError, ShoalE
 from shoal.features import Features
 from shoal.joining import fade_in, fade_out, pause_after, silence
 from shoal.prompt import VoicePrompt, text_prompt
-from shoal.sampling import MAX_SEED, SamplingParams
+from shoal.sampling import MAX_SEED
 from shoal.text import prepare_text, split_text
-from shoal.voices import Voice
+from shoal.utterance import Sentence, SpeechRequest, Utterance, collect_audio, make_sentences
 from shoal.windows import decode_windows
 
 if TYPE_CHECKING:
-    from shoal.speech import FishSpeech, Speech
+    from shoal.speech import FishSpeech
 
 log = logging.getLogger(__name__)
 
-_FIRST_CHUNK, _LARGEST_CHUNK = 8, 64  # frames per streamed piece: small at first, for a quick start; doubling later
+_LARGEST_CHUNK = 64  # frames per streamed piece: few at first, doubling up to here
 _SEED_STEP = 0x9E3779B97F4A7C15  # each sentence of a text draws from a stream of its own
-
-
-@dataclass(frozen=True)
-class SpeechRequest:
-    """One text to speak."""
-
-    text: str
-    voice: str | Voice | VoicePrompt | None = None  # a registered name, or a voice itself
-    params: SamplingParams = field(default_factory=SamplingParams)
-    use_cache: bool = True  # look the utterance up, and keep it
-    stream: bool = False  # audio is wanted piece by piece, before the end
-    chunk_length: int = 200  # UTF-8 bytes per sentence that decodes on its own
-    audio: bool = True  # False: the features are all that is wanted, the codec is left out
-
-
-@dataclass(eq=False)
-class _Sentence:
-    text: str
-    pause_s: float  # silence after it
-    first: bool
-    last: bool
-    codes: np.ndarray | None = None  # (num_codebooks, frames) once finished
-    sequence: Sequence | None = None
-    emitted: int = 0  # frames that have become audio
-    audio: list[np.ndarray] = field(default_factory=list)  # made, not yet handed to the utterance
-
-    @property
-    def sounded(self) -> bool:
-        return self.codes is not None and self.emitted == self.codes.shape[1]
-
-
-@dataclass(eq=False)
-class Utterance:
-    """One submitted request on its way; made by `Scheduler.submit`."""
-
-    request: SpeechRequest
-    text: str
-    seed: int
-    key: str
-    voice: Voice | None
-    cache_hit: bool = False
-    error: ShoalError | None = None
-    result: Speech | None = None
-    _sentences: list[_Sentence] = field(default_factory=list)
-    _pending: deque[_Sentence] = field(default_factory=deque)
-    _shared_prefix: KVPrefix | None = None  # the first sentence, as the voice of the others
-    _next_chunk: int = _FIRST_CHUNK
-    _collected: int = 0  # sentences whose audio is complete in _pieces
-    _pieces: list[np.ndarray] = field(default_factory=list)  # audio in order
-    _taken: int = 0  # pieces that take_audio has handed out
-    _followers: list[Utterance] = field(default_factory=list)  # equal requests that wait for this one's codes
-    recalled: Features | None = None  # what it repeats, where that was known when it came
-
-    @property
-    def done(self) -> bool:
-        return self.result is not None or self.error is not None
-
-    @property
-    def decoding(self) -> bool:
-        """Whether it takes, or waits for, rows of the engine: not from the cache, not what waits for an equal one."""
-        return bool(self._sentences) and not (self.cache_hit or self.done)
-
-    @property
-    def batch_size(self) -> int:
-        """The largest batch that any of its sentences decoded in; 0 while none has."""
-        return max((s.sequence.batch_size for s in self._sentences if s.sequence), default=0)
-
-    def take_audio(self) -> np.ndarray:
-        """Samples (float32) that became ready since the last call, in order; empty if there are none."""
-        new, self._taken = self._pieces[self._taken :], len(self._pieces)
-        return np.concatenate(new) if new else np.zeros(0, dtype=np.float32)
 
 
 class Scheduler:
@@ -120,7 +48,7 @@ class Scheduler:
         self.max_waiting, self.max_chars = max_waiting, max_chars
         self.codec_frames: int | None = None  # decoded at a time at most, for little memory; None: as is quickest
         self._active: list[Utterance] = []  # in the order of submission, not yet done
-        self._by_sequence: dict[Sequence, tuple[Utterance, _Sentence]] = {}
+        self._by_sequence: dict[Sequence, tuple[Utterance, Sentence]] = {}
         self._leaders: dict[str, Utterance] = {}  # by cache key: those that decode while equal ones may wait for them
         self._turn = 0
         self._decoding_s, self._decoded_frames = 0.0, 0
@@ -223,7 +151,7 @@ class Scheduler:
         """Have an utterance decoded; equal ones that come while it lasts follow it."""
         pieces = split_text(utterance.text, utterance.request.chunk_length)
         pauses = [*map(pause_after, pieces[:-1]), 0.0]
-        utterance._sentences = _sentences(pieces, pauses)
+        utterance._sentences = make_sentences(pieces, pauses)
         utterance._pending.extend(utterance._sentences if utterance.voice else utterance._sentences[:1])
         if utterance.request.use_cache and self._speech.caching:
             self._leaders[utterance.key] = utterance
@@ -236,7 +164,7 @@ class Scheduler:
     def _recall(self, utterance: Utterance, features: Features, audio: np.ndarray | None = None) -> None:
         """Give an utterance its codes and, where it is known, its audio."""
         utterance.cache_hit, utterance.seed, utterance.recalled = True, features.seed, features
-        utterance._sentences = _sentences([""] * len(features.pauses_s), features.pauses_s)
+        utterance._sentences = make_sentences([""] * len(features.pauses_s), features.pauses_s)
         wanted = utterance.request.audio
         if audio is None and wanted and utterance.request.use_cache:
             audio = self._speech.recall_audio(features)
@@ -294,7 +222,7 @@ class Scheduler:
             utterance._shared_prefix = self._speech.compute_prefix(prompt)
             utterance._pending.extend(others)
 
-    def _due(self) -> list[tuple[_Sentence, int]]:
+    def _due(self) -> list[tuple[Sentence, int]]:
         """Sentences that should sound further now, and up to which frame."""
         due = []
         for utterance in self._active:
@@ -314,7 +242,7 @@ class Scheduler:
         return due
 
     @torch.inference_mode()
-    def _make_audio(self, due: Seq[tuple[_Sentence, int]]) -> None:
+    def _make_audio(self, due: Seq[tuple[Sentence, int]]) -> None:
         """Decode the due frames of all sentences in one ragged batch, each with the past that its samples need."""
         if not due:
             return
@@ -338,7 +266,7 @@ class Scheduler:
                 piece = np.concatenate([fade_out(piece, rate), silence(sentence.pause_s, rate)])
             sentence.audio.append(piece)
         for utterance in self._active:
-            _collect(utterance)
+            collect_audio(utterance)
 
     def _complete(self, utterance: Utterance) -> list[Utterance]:
         """End an utterance that is all there, and its followers with it; returns those that ended."""
@@ -426,18 +354,3 @@ class Scheduler:
         for utterance in lost:
             self._fail(utterance, error)
         return lost
-
-
-def _sentences(texts: Seq[str], pauses_s: Seq[float]) -> list[_Sentence]:
-    last = len(texts) - 1
-    return [_Sentence(t, p, i == 0, i == last) for i, (t, p) in enumerate(zip(texts, pauses_s, strict=True))]
-
-
-def _collect(utterance: Utterance) -> None:
-    """Move what has become audio from the sentences to the utterance, in the order of the text."""
-    for sentence in utterance._sentences[utterance._collected :]:
-        utterance._pieces += sentence.audio
-        sentence.audio.clear()
-        if not sentence.sounded:
-            return
-        utterance._collected += 1
