@@ -19,6 +19,7 @@ from shoal.model.firefly import Firefly
 
 _LENGTHS = (16, 24, 32, 48, 64, 96, 128)  # frames
 _GROUP_FRAMES = 128  # rows x frames that go together
+_LEAST_ROW = 48  # frames that Firefly gives a row at least, with the past that it needs
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ def decode_windows(
     Args:
         codes: per stream (num_codebooks, frames), from its first frame on or from `context_frames` before its start.
         starts: per stream the index in it of the first frame to decode.
-        max_frames: bound on what goes through the codec at a time on a CPU (16 or more), for little memory.
+        max_frames: bound on what goes through the codec at a time, for little memory; never less than 16.
 
     Returns:
         per stream the samples from its start on, ((frames - start) * samples_per_frame,) float32.
@@ -47,7 +48,7 @@ def decode_windows(
         fitting = [n for n in _LENGTHS if n <= max_frames] or [_LENGTHS[0]]
         lengths = (fitting[0], fitting[-1])
     if not codes or codes[0].device.type != "cpu" or codec.context_frames >= lengths[-1]:
-        return codec.decode_chunks(codes, starts)
+        return _decode_together(codec, codes, starts, max_frames)
     groups: dict[tuple[int, int], list[_Window]] = defaultdict(list)
     for stream, (row, start) in enumerate(zip(codes, starts, strict=True)):
         for window in _cut(stream, row.shape[1], start, codec.context_frames, lengths[-1]):
@@ -66,6 +67,18 @@ def decode_windows(
     for (stream, _), sound in sorted(pieces.items(), key=lambda item: item[0]):
         out[stream].append(sound)
     return [torch.cat(parts) if parts else torch.zeros(0) for parts in out]
+
+
+def _decode_together(
+    codec: Firefly, codes: Sequence[Tensor], starts: Sequence[int], max_frames: int | None
+) -> list[Tensor]:
+    if max_frames is None:
+        return codec.decode_chunks(codes, starts)
+    rows = max(1, max_frames // _LEAST_ROW)
+    sound: list[Tensor] = []
+    for i in range(0, len(codes), rows):
+        sound += codec.decode_chunks(codes[i : i + rows], starts[i : i + rows], max_frames)
+    return sound
 
 
 def _cut(stream: int, frames: int, start: int, reach: int, longest: int) -> list[_Window]:

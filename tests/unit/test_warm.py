@@ -6,6 +6,7 @@ import importlib.util
 from pathlib import Path
 
 import pytest
+from shoal.errors import ShoalError
 from shoal.random_checkpoint import write_random_checkpoint
 from shoal.serving.caches import open_cache, read_phrases, warm_phrases
 from shoal.serving.limits import HandlerSettings, SettingsError, load_settings
@@ -117,6 +118,13 @@ def test_the_handler_warms_up_before_it_answers_and_again_from_disk(tmp_path, ch
     assert "2 phrases decoded, 0 known" in caplog.text and "'🐟'" in caplog.text
     load_handler(tmp_path, checkpoint, **section)
     assert "0 phrases decoded, 2 known" in caplog.text
+
+
+def test_the_handler_keeps_to_a_memory_limit(tmp_path, checkpoint):
+    service = load_handler(tmp_path, checkpoint, memory_limit="64GB", batch_limit=3)
+    assert service.model.scheduler.batch_limit == 3 and service.model.scheduler.codec_frames == 1024
+    with pytest.raises(ShoalError, match="give at least"):
+        load_handler(tmp_path, checkpoint, memory_limit="64MB")
 
 
 def test_shoal_warm_fills_the_tiers_that_a_server_reads(tmp_path, checkpoint):

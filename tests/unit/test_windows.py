@@ -63,8 +63,14 @@ def test_sizes_are_few_whatever_the_lengths(codec, monkeypatch, max_frames, most
         assert all(shape[0] == 1 and shape[-1] <= max_frames + codec.context_frames for shape, _ in shapes)
 
 
-def test_a_codec_with_a_long_memory_decodes_as_before(codec, monkeypatch):
-    monkeypatch.setattr(type(codec), "context_frames", 500)
-    calls = []
-    monkeypatch.setattr(codec, "decode_chunks", lambda codes, starts: calls.append(len(codes)) or ["sound"])
-    assert decode_windows(codec, [some_codes(codec, 3)], [0]) == ["sound"] and calls == [1]
+@torch.inference_mode()
+def test_elsewhere_all_streams_go_together_within_the_bound(codec, monkeypatch):
+    codes = [some_codes(codec, 20 + i, i) for i in range(5)]
+    whole = [codec.decode(row[None].long())[0] for row in codes]
+    real, rows = codec.decode_chunks, []
+    monkeypatch.setattr(codec, "decode_chunks", lambda c, *rest: rows.append(len(c)) or real(c, *rest))
+    monkeypatch.setattr(type(codec), "context_frames", 500)  # a GPU takes the same way
+    for max_frames in (None, 100):
+        for sound, expected in zip(decode_windows(codec, codes, [0] * 5, max_frames), whole, strict=True):
+            torch.testing.assert_close(sound, expected, atol=1e-5, rtol=0)
+    assert rows == [5, 2, 2, 1]
