@@ -7,6 +7,8 @@
   which is counted.
 - batching + model caching: the weights are there already (`enable_model_weights_cache`).
 - everything: `configure_model_caching`, and features and sound are kept (`OptimizedSpeechPipeline`).
+
+Before the clock starts each speaks some other texts of several lengths, as a server has done before its next request.
 """
 
 from __future__ import annotations
@@ -32,6 +34,7 @@ from shoal.voices import Voice
 
 from benchmarks import common
 
+WARM_UP = [f"Warming up{', and up' * (i % 8)}, number {i}." for i in range(16)]
 STRATEGIES = ("none", "batching", "batching + model caching", "everything")
 
 
@@ -66,7 +69,8 @@ class Outcome:
 def run_upstream(job: Job, voice: Voice | None) -> Outcome:
     model = UpstreamBaseline.load(job.checkpoint, device=job.device, dtype=getattr(torch, job.dtype))
     prompt = voice.prompt if voice else None
-    model.synthesize("Warm up.", max_new_tokens=8, voice=prompt)
+    for text in WARM_UP[:4]:
+        model.synthesize(text, max_new_tokens=min(64, job.max_new_tokens), voice=prompt, top_p=0.0)
     out = Outcome()
     begin, cpu = time.perf_counter(), time.process_time()
     for i, text in enumerate(job.texts):
@@ -87,8 +91,8 @@ def run_shoal(job: Job, voice: Voice | None) -> Outcome:
 
     everything, cold = job.strategy == "everything", job.strategy == "batching"
     model = load()
-    warm_texts = ["Warm up.", "And once more."]
-    model.generate_batch(warm_texts, voice, SamplingParams(max_new_tokens=8), use_cache=False)
+    for count in (1, len(WARM_UP)):
+        model.generate_batch(WARM_UP[:count], voice, SamplingParams(max_new_tokens=job.max_new_tokens), use_cache=False)
     if not cold:
         model.enable_model_weights_cache()
     if everything:
