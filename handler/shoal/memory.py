@@ -73,7 +73,8 @@ def limit_memory(model: FishSpeech, limit: int | str, *, frames: int = 1024) -> 
         )
     plan = MemoryPlan(limit, in_use, rows, codec_frames, room // 4)
     model.scheduler.batch_limit = rows
-    model.scheduler.codec_frames = codec_frames
+    model.scheduler.sound.max_frames = codec_frames
+    model.scheduler.sound.workers = min(1, model.scheduler.sound.workers)
     model.set_internal_cache_capacity(plan.caches)
     return plan
 

@@ -10,7 +10,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable
-from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,12 +18,12 @@ import torch
 from shoal.engine import Engine, KVPrefix, Sequence
 from shoal.errors import CancelledError, CapacityError, OutOfMemoryError, ShoalError
 from shoal.features import Features
-from shoal.joining import fade_in, fade_out, pause_after, silence
+from shoal.joining import pause_after
 from shoal.prompt import VoicePrompt, text_prompt
 from shoal.sampling import MAX_SEED
+from shoal.sounding import SoundMaker
 from shoal.text import prepare_text, split_text
 from shoal.utterance import Sentence, SpeechRequest, Utterance, collect_audio, make_sentences
-from shoal.windows import decode_windows
 
 if TYPE_CHECKING:
     from shoal.speech import FishSpeech
@@ -32,6 +31,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _LARGEST_CHUNK = 64  # frames per streamed piece: few at first, doubling up to here
+_CODEC_WAIT_S = 0.005  # that a step waits for the codec when it is all there is to wait for
 _SEED_STEP = 0x9E3779B97F4A7C15  # each sentence of a text draws from a stream of its own
 
 
@@ -41,12 +41,21 @@ class Scheduler:
     Args:
         max_waiting: utterances that may be in it at a time; `submit` refuses more.
         max_chars: longest text.
+        codec_workers: sentences whose sound is made beside the decoding; 0: none, each step makes its own.
     """
 
-    def __init__(self, speech: FishSpeech, engine: Engine, *, max_waiting: int = 1024, max_chars: int = 20_000) -> None:
+    def __init__(
+        self,
+        speech: FishSpeech,
+        engine: Engine,
+        *,
+        max_waiting: int = 1024,
+        max_chars: int = 20_000,
+        codec_workers: int = 0,
+    ) -> None:
         self._speech, self._engine = speech, engine
         self.max_waiting, self.max_chars = max_waiting, max_chars
-        self.codec_frames: int | None = None  # decoded at a time at most, for little memory; None: as is quickest
+        self.sound = SoundMaker(speech.codec, speech.device, codec_workers)
         self._active: list[Utterance] = []  # in the order of submission, not yet done
         self._by_sequence: dict[Sequence, tuple[Utterance, Sentence]] = {}
         self._leaders: dict[str, Utterance] = {}  # by cache key: those that decode while equal ones may wait for them
@@ -125,14 +134,14 @@ class Scheduler:
             self._fail(utterance, error or CancelledError("the request was cancelled"))
 
     def step(self) -> list[Utterance]:
-        """Decode one frame for all rows, make the audio that is due; returns the utterances that ended with it."""
+        """Decode one frame for all rows, have the audio made that is due; returns the utterances that ended with it."""
         with self._lock:
             ended: list[Utterance] = []
             try:
                 self._feed(ended)
                 for sequence in self._decode():
                     self._sentence_decoded(sequence)
-                self._make_audio(self._due())
+                self._sound(ended)
             except (OutOfMemoryError, torch.OutOfMemoryError) as error:
                 ended += self._abort(OutOfMemoryError(f"out of memory: {error}; lower the batch limit"))
             except Exception as error:
@@ -229,6 +238,10 @@ class Scheduler:
             for sentence in utterance._sentences:
                 if sentence.sounded:
                     continue
+                if sentence.sounding > sentence.emitted:  # the codec has it
+                    if utterance.request.stream:
+                        break
+                    continue
                 if sentence.codes is not None:
                     due.append((sentence, sentence.codes.shape[1]))
                 elif utterance.request.stream and sentence.sequence:
@@ -241,32 +254,21 @@ class Scheduler:
                     break  # a stream is made in its order
         return due
 
-    @torch.inference_mode()
-    def _make_audio(self, due: Seq[tuple[Sentence, int]]) -> None:
-        """Decode the due frames of all sentences in one ragged batch, each with the past that its samples need."""
-        if not due:
-            return
-        codec, device = self._speech.codec, self._speech.device
-        windows, starts = [], []
-        for sentence, end in due:
-            begin = max(0, sentence.emitted - codec.context_frames)
-            if sentence.codes is not None:
-                window = torch.from_numpy(sentence.codes[:, begin:end])
+    def _sound(self, ended: list[Utterance]) -> None:
+        """Hand the codec what is due, and the utterances what it has made."""
+        decoding = self._engine.live + self._engine.waiting > 0
+        self.sound.make(self._due(), alone=not decoding)
+        self.sound.collect(0.0 if decoding else _CODEC_WAIT_S)
+        failures = self.sound.take_failures()
+        for utterance in list(self._active):
+            error = next((failures[s] for s in utterance._sentences if s in failures), None)
+            if error is None:
+                collect_audio(utterance)
             else:
-                window = sentence.sequence.codes(begin)[:, : end - begin]
-            windows.append(window.to(device))
-            starts.append(sentence.emitted - begin)
-        pieces = [audio.cpu().numpy() for audio in decode_windows(codec, windows, starts, self.codec_frames)]
-        rate = self._speech.sample_rate
-        for (sentence, end), piece in zip(due, pieces, strict=True):
-            if sentence.emitted == 0 and not sentence.first:
-                piece = fade_in(piece, rate)
-            sentence.emitted = end
-            if sentence.sounded and not sentence.last:
-                piece = np.concatenate([fade_out(piece, rate), silence(sentence.pause_s, rate)])
-            sentence.audio.append(piece)
-        for utterance in self._active:
-            collect_audio(utterance)
+                log.error("the codec failed for one request", exc_info=error)
+                kind = OutOfMemoryError if isinstance(error, (MemoryError, torch.OutOfMemoryError)) else ShoalError
+                self._fail(utterance, kind(f"making the sound failed: {type(error).__name__}: {error}"))
+                ended.append(utterance)
 
     def _complete(self, utterance: Utterance) -> list[Utterance]:
         """End an utterance that is all there, and its followers with it; returns those that ended."""

@@ -20,6 +20,7 @@ from shoal.prompt import VoicePrompt, voice_prefix
 from shoal.sampling import SamplingParams
 from shoal.scheduler import Scheduler, SpeechRequest, Utterance
 from shoal.sizes import parse_bytes
+from shoal.threads import share_cores
 from shoal.voices import Voice, VoiceStore
 from shoal.weights import Weights, load_weights, release_weights, share_weights
 
@@ -66,6 +67,8 @@ class FishSpeech:
         *,
         max_batch_size: int = 8,
         max_waiting: int = 1024,
+        threads: int | None = None,
+        codec_workers: int | None = None,
         cache: AudioFeatureCache | None = None,
     ) -> None:
         self._weights = weights
@@ -77,7 +80,8 @@ class FishSpeech:
         self.audio_cache: AudioCache | None = None
         self.voices = VoiceStore(self.codec, self.compute_prefix, fingerprint=self.fingerprint, tiers=self.cache.tiers)
         self._engine = self._new_engine(max_batch_size)
-        self._scheduler = Scheduler(self, self._engine, max_waiting=max_waiting)
+        workers = share_cores(self.model, threads, codec_workers)
+        self._scheduler = Scheduler(self, self._engine, max_waiting=max_waiting, codec_workers=workers)
 
     @classmethod
     def load(
@@ -89,6 +93,7 @@ class FishSpeech:
         max_batch_size: int = 8,
         max_waiting: int = 1024,
         threads: int | None = None,
+        codec_workers: int | None = None,
         cache: AudioFeatureCache | None = None,
         weights_cache: bool = False,
     ) -> FishSpeech:
@@ -99,7 +104,9 @@ class FishSpeech:
             dtype: "float32", "bfloat16", ...; "auto" is bfloat16 on a GPU and float32 on the CPU. "int8" keeps the
                 layers' weights in one byte each: a quarter of float32's memory, slightly different codes.
             max_batch_size: rows that can decode at a time.
-            threads: CPU threads for the whole process; None leaves PyTorch's choice.
+            threads: CPU cores to use in this process, shared out by `shoal.threads`; None: as many as PyTorch would.
+            codec_workers: sentences whose sound is made beside the decoding; 0: none, sound is made between two steps.
+                None: as many as cores, or one on a GPU.
             cache: where features (and, in its slower tiers, voices) are kept.
             weights_cache: share the weights with what else loads them in this process (`enable_model_weights_cache`).
 
@@ -107,10 +114,10 @@ class FishSpeech:
             CheckpointError: the directory cannot be used; the message says why and what to do.
             RequestError: device or dtype is not one that this machine has.
         """
-        if threads:
-            torch.set_num_threads(threads)
         weights = load_weights(path, device, dtype, share=weights_cache)
-        speech = cls(weights, max_batch_size=max_batch_size, max_waiting=max_waiting, cache=cache)
+        speech = cls(
+            weights, max_batch_size=max_batch_size, max_waiting=max_waiting, codec_workers=codec_workers, cache=cache
+        )
         voices = Path(path) / "voices"
         if voices.is_dir():
             speech.voices.load_folder(voices)

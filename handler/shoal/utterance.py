@@ -45,6 +45,7 @@ class Sentence:
     last: bool
     codes: np.ndarray | None = None  # (num_codebooks, frames) once finished
     sequence: Sequence | None = None
+    sounding: int = 0  # frames that have been given to the codec
     emitted: int = 0  # frames that have become audio
     audio: list[np.ndarray] = field(default_factory=list)  # made, not yet handed to the utterance
 
@@ -82,7 +83,7 @@ class Utterance:
     @property
     def decoding(self) -> bool:
         """Whether it takes, or waits for, rows of the engine: not from the cache, not what waits for an equal one."""
-        return bool(self._sentences) and not (self.cache_hit or self.done)
+        return not (self.cache_hit or self.done) and any(s.codes is None for s in self._sentences)
 
     @property
     def batch_size(self) -> int:

@@ -1,33 +1,22 @@
-"""Codes -> sound for several streams at once, through the codec in windows of a few sizes. Knows nothing of requests.
+"""Codes -> sound for streams of any length, through the codec in windows of a few sizes. Knows nothing of requests.
 
 On a CPU the kernels are prepared anew for each shape of input, which takes as long as the work itself, and what is
 prepared stays in memory: some 0.3 MB per frame of each shape, hundreds of megabytes where every utterance has a length
-of its own. So windows are padded to a few lengths (the decoder is causal: what follows changes nothing before it), and
-few of them go together, since a CPU gains little by more. On a GPU all streams go through together.
+of its own. So windows are padded to a few lengths (the decoder is causal: what follows changes nothing before it) and
+go through one by one, since a CPU gains nothing by more. On a GPU all streams go through together.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from shoal.model.firefly import Firefly
 
-_LENGTHS = (16, 24, 32, 48, 64, 96, 128)  # frames
-_GROUP_FRAMES = 128  # rows x frames that go together
+_LENGTHS = (16, 24, 32, 40, 48, 64, 96, 128)  # frames
 _LEAST_ROW = 48  # frames that Firefly gives a row at least, with the past that it needs
-
-
-@dataclass(frozen=True)
-class _Window:
-    stream: int
-    begin: int  # frames of the stream that it makes sound of: begin to end
-    end: int
-    past: int  # frames before `begin` that it needs
 
 
 def decode_windows(
@@ -49,24 +38,7 @@ def decode_windows(
         lengths = (fitting[0], fitting[-1])
     if not codes or codes[0].device.type != "cpu" or codec.context_frames >= lengths[-1]:
         return _decode_together(codec, codes, starts, max_frames)
-    groups: dict[tuple[int, int], list[_Window]] = defaultdict(list)
-    for stream, (row, start) in enumerate(zip(codes, starts, strict=True)):
-        for window in _cut(stream, row.shape[1], start, codec.context_frames, lengths[-1]):
-            young = window.past < codec.context_frames
-            size = next(n for n in lengths if n >= (window.end if young else window.end - window.begin))
-            groups[(-1 if young else codec.context_frames, size)].append(window)
-    pieces: dict[tuple[int, int], Tensor] = {}
-    for (_, size), windows in groups.items():
-        together = 1 if max_frames is not None else max(1, _GROUP_FRAMES // size)
-        while windows:
-            count = together if len(windows) >= together else 1
-            batch, windows = windows[:count], windows[count:]
-            for window, sound in zip(batch, _decode(codec, codes, batch, size), strict=True):
-                pieces[window.stream, window.begin] = sound
-    out: list[list[Tensor]] = [[] for _ in codes]
-    for (stream, _), sound in sorted(pieces.items(), key=lambda item: item[0]):
-        out[stream].append(sound)
-    return [torch.cat(parts) if parts else torch.zeros(0) for parts in out]
+    return [_decode_alone(codec, row, start, lengths) for row, start in zip(codes, starts, strict=True)]
 
 
 def _decode_together(
@@ -81,22 +53,19 @@ def _decode_together(
     return sound
 
 
-def _cut(stream: int, frames: int, start: int, reach: int, longest: int) -> list[_Window]:
-    windows = []
-    begin = start
-    while begin < frames:
+def _decode_alone(codec: Firefly, codes: Tensor, start: int, lengths: Sequence[int]) -> Tensor:
+    """One stream's sound from frame `start` on, window after window."""
+    frames, reach, longest = codes.shape[1], codec.context_frames, lengths[-1]
+    pieces = []
+    while start < frames:
         # a window near the stream's beginning is decoded from there, any other with the past that it needs
-        end = min(frames, longest if begin < reach else begin + longest)
-        windows.append(_Window(stream, begin, end, min(begin, reach)))
-        begin = end
-    return windows
-
-
-def _decode(codec: Firefly, codes: Sequence[Tensor], batch: Sequence[_Window], size: int) -> list[Tensor]:
-    """The sound of windows of one kind, padded to `size` frames (and their past)."""
-    young = batch[0].past < codec.context_frames
-    width = size if young else size + codec.context_frames
-    rows = [codes[w.stream][:, w.begin - w.past : w.end] for w in batch]
-    padded = [nn.functional.pad(row, (0, width - row.shape[1])) for row in rows]
-    sound = codec.decode_chunks(padded, [w.past for w in batch])
-    return [row[: (w.end - w.begin) * codec.config.samples_per_frame] for row, w in zip(sound, batch, strict=True)]
+        young = start < reach
+        first = 0 if young else start - reach
+        end = min(frames, longest if young else start + longest)
+        needed = end if young else end - start
+        width = next(n for n in lengths if n >= needed) + (0 if young else reach)
+        window = nn.functional.pad(codes[:, first:end], (0, width - (end - first)))
+        (sound,) = codec.decode_chunks([window], [start - first])
+        pieces.append(sound[: (end - start) * codec.config.samples_per_frame])
+        start = end
+    return torch.cat(pieces) if pieces else torch.zeros(0)

@@ -122,7 +122,7 @@ def test_the_handler_warms_up_before_it_answers_and_again_from_disk(tmp_path, ch
 
 def test_the_handler_keeps_to_a_memory_limit(tmp_path, checkpoint):
     service = load_handler(tmp_path, checkpoint, memory_limit="64GB", batch_limit=3)
-    assert service.model.scheduler.batch_limit == 3 and service.model.scheduler.codec_frames == 1024
+    assert service.model.scheduler.batch_limit == 3 and service.model.scheduler.sound.max_frames == 1024
     with pytest.raises(ShoalError, match="give at least"):
         load_handler(tmp_path, checkpoint, memory_limit="64MB")
 
