@@ -6,7 +6,8 @@
 - batching: Shoal decodes side by side, and that is all: no cache, and a job of its own that loads the weights first,
   which is counted.
 - batching + model caching: the weights are there already (`enable_model_weights_cache`).
-- everything: `configure_model_caching`, and features and sound are kept (`OptimizedSpeechPipeline`).
+- everything: `configure_model_caching`, features and sound are kept (`OptimizedSpeechPipeline`), and the codec works
+  beside the language model, on the same number of threads.
 
 Before the clock starts each speaks some other texts of several lengths, as a server has done before its next request.
 """
@@ -86,10 +87,18 @@ def run_upstream(job: Job, voice: Voice | None) -> Outcome:
 
 
 def run_shoal(job: Job, voice: Voice | None) -> Outcome:
-    def load() -> FishSpeech:
-        return FishSpeech.load(job.checkpoint, device=job.device, dtype=job.dtype, max_batch_size=job.batch)
-
     everything, cold = job.strategy == "everything", job.strategy == "batching"
+
+    def load() -> FishSpeech:
+        return FishSpeech.load(
+            job.checkpoint,
+            device=job.device,
+            dtype=job.dtype,
+            max_batch_size=job.batch,
+            threads=job.threads,
+            codec_workers=None if everything else 0,
+        )
+
     model = load()
     for count in (1, len(WARM_UP)):
         model.generate_batch(WARM_UP[:count], voice, SamplingParams(max_new_tokens=job.max_new_tokens), use_cache=False)
