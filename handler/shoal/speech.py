@@ -106,7 +106,7 @@ class FishSpeech:
             max_batch_size: rows that can decode at a time.
             threads: CPU cores to use in this process, shared out by `shoal.threads`; None: as many as PyTorch would.
             codec_workers: sentences whose sound is made beside the decoding; 0: none, sound is made between two steps.
-                None: as many as cores, or one on a GPU.
+                None: as `shoal.threads` finds best.
             cache: where features (and, in its slower tiers, voices) are kept.
             weights_cache: share the weights with what else loads them in this process (`enable_model_weights_cache`).
 

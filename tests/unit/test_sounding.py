@@ -126,4 +126,5 @@ def test_a_small_model_leaves_the_cores_to_the_codec(checkpoint, monkeypatch):
     assert threads.share_cores(model, None, 0) == 0 and torch.get_num_threads() == 2
     assert threads.share_cores(model, 3, None) == 3 and torch.get_num_threads() == 1
     monkeypatch.setattr(threads, "_SMALL_MODEL", 0)
-    assert threads.share_cores(model, 2, None) == 2 and torch.get_num_threads() == 2
+    assert threads.share_cores(model, 2, None) == 0 and torch.get_num_threads() == 2
+    assert threads.share_cores(model, 2, 1) == 1 and torch.get_num_threads() == 2
