@@ -130,11 +130,11 @@ class SoundMaker:
         if self._pool is None or self._pool_size != self.workers:
             if self._pool is not None:
                 self._pool.shutdown(wait=False)  # what it has been given is still made
-            self._pool, self._pool_size = _start_workers(self.workers), self.workers
+            self._pool, self._pool_size = start_workers(self.workers), self.workers
         return self._pool
 
 
-def _start_workers(count: int) -> ThreadPoolExecutor:
+def start_workers(count: int) -> ThreadPoolExecutor:
     """Threads whose PyTorch computes on one core each, while the calling thread keeps all of its own."""
     threads = torch.get_num_threads()
     ready = threading.Barrier(count + 1)
