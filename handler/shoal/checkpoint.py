@@ -38,6 +38,7 @@ CODEC_FILES = (
     "firefly-gan-vq-fsq-8x1024-21hz-generator.safetensors",
     "firefly-gan-vq-fsq-8x1024-21hz-generator.pth",
 )
+SCALES = ".scales"  # the scales of an int8 matrix X.weight are X.scales
 TOKENIZER_FILE = "tokenizer.tiktoken"
 
 _SAMPLE_BYTES = 1 << 16
@@ -65,6 +66,19 @@ class Checkpoint:
         for file in (self.path / "config.json", self.path / "codec.json", self.tokenizer_file):
             digest.update(file.read_bytes() if file.exists() else b"-")
         return digest.hexdigest()[:16]
+
+    @property
+    def quantised(self) -> bool:
+        """Whether the layers are stored as int8 (`shoal.quantise`)."""
+        if self.model_file.suffix != ".safetensors":
+            return False
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            with safe_open(self.model_file, framework="pt") as file:
+                return (file.metadata() or {}).get("quantisation") == "int8"
+        except (SafetensorError, OSError):
+            return False  # reading the tensors says what is wrong with it
 
     def read_dual_ar(self) -> dict[str, Tensor]:
         """The transformer's tensors under upstream 1.5's names, unwrapped; memory-mapped, in the file's dtype."""

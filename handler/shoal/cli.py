@@ -191,6 +191,20 @@ def make_checkpoint(
 
 
 @app.command()
+def quantise(
+    source: Annotated[Path, typer.Argument(metavar="DIR", help="Checkpoint directory to read.")],
+    target: Annotated[Path, typer.Argument(metavar="NEW_DIR", help="Directory to write.")],
+) -> None:
+    """Write a copy of a checkpoint whose layers take one byte a weight: a third of the size, nearly the same speech."""
+    with _errors_in_one_line():
+        from shoal.quantise import quantise_checkpoint
+
+        written = quantise_checkpoint(source, target)
+        before, after = (sum(f.stat().st_size for f in d.rglob("*") if f.is_file()) for d in (source, written))
+        typer.echo(f"{written}: {after / 1e6:.1f} MB, the original has {before / 1e6:.1f} MB")
+
+
+@app.command()
 def serve(
     checkpoint: CheckpointOption = None,
     background: Annotated[

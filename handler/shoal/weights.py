@@ -50,8 +50,9 @@ def load_weights(
         CheckpointError: the directory cannot be used; the message says why and what to do.
         RequestError: device or dtype is not one that this machine has.
     """
-    precision = "int8" if dtype in ("int8", torch.int8) else str(_pick_dtype(dtype, device)).removeprefix("torch.")
     where, checkpoint = pick_device(device), open_checkpoint(path)
+    int8 = dtype in ("int8", torch.int8) or (dtype == "auto" and checkpoint.quantised)
+    precision = "int8" if int8 else str(_pick_dtype(dtype, device)).removeprefix("torch.")
     key = (checkpoint.fingerprint, str(where), precision)
     if not share:
         return _shared.get(key) or _load(checkpoint, where, precision)

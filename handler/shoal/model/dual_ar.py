@@ -19,10 +19,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from shoal.checkpoint import Checkpoint, check_state, convert
+from shoal.checkpoint import SCALES, Checkpoint, check_state, convert
 from shoal.config import DualARConfig
 from shoal.model.kv_cache import KVCache
-from shoal.model.linear import Int8Linear, PackedLinear, can_pack, replace_linears
+from shoal.model.linear import Int8Linear, PackedLinear, can_pack, dequantise_rows, replace_linears
 
 
 class Block(nn.Module):
@@ -281,7 +281,18 @@ def load_dual_ar(
     config = checkpoint.config
     if config.tie_word_embeddings:
         state.pop("output.weight", None)  # some exports write the tied matrix twice
-    check_state(checkpoint.model_file, expected_shapes(config), state)
+    expected = expected_shapes(config)
+    scales = {name: state.pop(name) for name in list(state) if name.endswith(SCALES)}
+    check_state(checkpoint.model_file, expected, state)
+    quantised = {k.removesuffix(".weight") + SCALES: expected[k][:1] for k, v in state.items() if v.dtype == torch.int8}
+    check_state(checkpoint.model_file, quantised, scales)
+
+    def take(name: str) -> Tensor:
+        tensor = state.pop(name)
+        if tensor.dtype != torch.int8:
+            return tensor
+        return dequantise_rows(tensor, scales[name.removesuffix(".weight") + SCALES])
+
     ids = torch.tensor(list(head_ids), dtype=torch.int64)
     with torch.device("meta"):
         model = DualAR(config, ids)
@@ -290,11 +301,11 @@ def load_dual_ar(
     if config.tie_word_embeddings:
         state["embeddings.weight"] = head
     for name in list(state):
-        tensor = state.pop(name)  # popped one by one, so that source and copy are never both held in full
         if name.endswith("feed_forward.w3.weight"):
             continue  # goes with w1
+        tensor = take(name)  # one by one, so that source and copy are never both held in full
         if name.endswith("feed_forward.w1.weight"):
-            other = state[name.replace("w1", "w3")]
+            other = take(name.replace("w1", "w3"))
             both = torch.empty(2 * tensor.shape[0], tensor.shape[1], dtype=dtype, device=device)
             both[: len(tensor)] = convert(tensor, dtype, device)
             both[len(tensor) :] = convert(other, dtype, device)

@@ -38,10 +38,9 @@ class Int8Linear(nn.Module):
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
-        weight = linear.weight.detach().float()
-        scale = weight.abs().amax(dim=1).clamp_min(1e-12) / 127
-        self.register_buffer("quantised", (weight / scale[:, None]).round().to(torch.int8), persistent=False)
-        self.register_buffer("scale", scale.to(torch.bfloat16), persistent=False)
+        quantised, scale = quantise_rows(linear.weight.detach())
+        self.register_buffer("quantised", quantised, persistent=False)
+        self.register_buffer("scale", scale, persistent=False)
         self.bias = None if linear.bias is None else nn.Parameter(linear.bias.detach(), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -52,6 +51,22 @@ class Int8Linear(nn.Module):
             out = nn.functional.linear(rows, self.quantised.to(torch.bfloat16)) * self.scale
         out = out.to(x.dtype).view(*x.shape[:-1], self.out_features)
         return out if self.bias is None else out + self.bias
+
+
+def quantise_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """A matrix (out, in) as int8 and one bfloat16 scale a row, (out,): symmetric, rounded to nearest.
+
+    What `dequantise_rows` gives back becomes the same int8 values and scales again.
+    """
+    weight = weight.float()
+    scale = (weight.abs().amax(dim=1).clamp_min(1e-12) / 127).to(torch.bfloat16)
+    rounded = (weight / scale.float()[:, None]).round().clamp(-127, 127)
+    return rounded.to(torch.int8), scale
+
+
+def dequantise_rows(quantised: Tensor, scale: Tensor) -> Tensor:
+    """float32 (out, in) of what `quantise_rows` made."""
+    return quantised.float() * scale.float()[:, None]
 
 
 def can_pack(device: torch.device | str, dtype: torch.dtype) -> bool:
