@@ -6,6 +6,9 @@ Upstream (fish-speech 0.1.0, one request at a time, whole static cache, whole he
 turns for `--repeats` rounds; the table shows medians, and the ratios are to upstream's medians in the same run: `ratio`
 of frames per second with the prompts' prefill included, `step_ratio` of decoding alone. MBU is the bytes of weights and
 KV that a step must read, over the bandwidth of a plain copy measured in the same process.
+
+With `--dtype int8` upstream runs in float32 (bfloat16 on a GPU); `over_exact` is our speed over our own in that dtype,
+in the same rounds, and a line says how far the quantised model's choices are from the exact one's.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ from benchmarks import common
 
 
 def main(
-    size: Annotated[str, typer.Option(help="smoke, mid or real")] = "mid",
+    size: Annotated[str, typer.Option(help="smoke, mid or real; or a checkpoint directory")] = "mid",
     dtype: str = "float32",
     device: str = "cpu",
     batch: Annotated[str, typer.Option(help="batch sizes, by commas")] = "1,2,4,8,16,32",
@@ -44,9 +47,13 @@ def main(
     if threads:
         torch.set_num_threads(threads)
     sizes = [int(part) for part in batch.split(",")]
-    directory = common.checkpoint_of(size)  # type: ignore[arg-type]
-    speech = FishSpeech.load(directory, device=device, dtype=dtype, max_batch_size=max(sizes))
-    baseline = UpstreamBaseline.load(directory, device=device, dtype=getattr(torch, dtype)) if upstream else None
+    directory = common.checkpoint_of(size) if size in ("smoke", "mid", "real") else size
+    reference_dtype = dtype if dtype != "int8" else "float32" if device == "cpu" else "bfloat16"
+    exact = FishSpeech.load(directory, device=device, dtype=reference_dtype, codec_workers=0)
+    speech = exact if dtype != "int8" else FishSpeech.load(directory, device=device, dtype=dtype, codec_workers=0)
+    baseline = None
+    if upstream:
+        baseline = UpstreamBaseline.load(directory, device=device, dtype=getattr(torch, reference_dtype))
     bandwidth = common.copy_bandwidth(device)
     params = SamplingParams(seed=1)
 
@@ -56,7 +63,7 @@ def main(
             total = common.timed(lambda: baseline.generate_codes(common.TEXT, frames=frames, top_p=0.0), device)
         return frames / total, statistics.median(calls[1:])
 
-    def run_ours(rows: int) -> tuple[float, float]:
+    def run_ours(rows: int, speech: FishSpeech) -> tuple[float, float]:
         engine = new_engine(speech, rows)
         prompt = text_prompt(speech.tokenizer, speech.num_codebooks, common.TEXT)
         for i in range(rows):
@@ -71,9 +78,13 @@ def main(
 
     theirs: list[tuple[float, float]] = []
     ours: dict[int, list[tuple[float, float]]] = defaultdict(list)
+    exactly: dict[int, list[float]] = defaultdict(list)
     for round_ in range(repeats + 1):  # the first round warms up
         upstream_speed = run_upstream() if baseline else (0.0, 0.0)
-        speeds = {rows: run_ours(rows) for rows in sizes}
+        speeds = {rows: run_ours(rows, speech) for rows in sizes}
+        if round_ and exact is not speech:
+            for rows in sizes:
+                exactly[rows].append(run_ours(rows, exact)[0])
         if round_:
             theirs.append(upstream_speed)
             for rows, speed in speeds.items():
@@ -93,6 +104,7 @@ def main(
                 "real_time_factor": round(frames_per_second / speed, 4),
                 "ratio": round(speed / reference, 2) if reference else None,
                 "step_ratio": round(rows * reference_step / step, 2) if reference else None,
+                **({"over_exact": round(speed / statistics.median(exactly[rows]), 2)} if exactly else {}),
                 "mbu": round(step_bytes(speech, rows, frames) / step / bandwidth, 3),
                 "peak_mb": round(common.peak_memory_mb(device)),
             }
@@ -101,6 +113,9 @@ def main(
     if baseline:
         print(f"upstream's loop: {reference:.2f} frames/s, {1000 * reference_step:.1f} ms per frame once it decodes")
     print(common.table(rows_out[0], [row.values() for row in rows_out]))
+    difference = compare_precision(exact, speech) if exact is not speech else None
+    if difference:
+        print(f"{dtype} against {reference_dtype}: " + ", ".join(f"{k} {v}" for k, v in difference.items()))
     profiles = {rows: profile_step(speech, rows, frames, device) for rows in sizes} if profile else None
     for rows, parts in (profiles or {}).items():
         total = sum(parts.values())
@@ -117,9 +132,18 @@ def main(
             upstream_ms_per_frame=round(1000 * reference_step, 2),
             copy_gb_per_s=round(bandwidth / 1e9, 2),
             rows=rows_out,
+            **({"against_exact": difference} if difference else {}),
             **({"profile_ms": profiles} if profiles else {}),
         )
     )
+
+
+def compare_precision(exact: FishSpeech, rough: FishSpeech) -> dict[str, float]:
+    """How far a quantised model is from the exact one, and how much less it takes in memory."""
+    from benchmarks.precision import compare
+
+    sizes = [weight_bytes(speech.model) for speech in (rough, exact)]
+    return compare(exact, rough) | {"memory_share": round(sizes[0] / sizes[1], 3)}
 
 
 def new_engine(speech: FishSpeech, rows: int) -> Engine:
