@@ -58,7 +58,7 @@ def _tokens(speech: FishSpeech, columns: Tensor, first: int) -> Tensor:
 
 
 def _codes(speech: FishSpeech, hidden: Tensor, spoken: Tensor) -> Tensor:
-    """(frames * (num_codebooks - 1), codebook_size) logits of the fast transformer, given each frame's earlier codes."""
+    """Logits (frames * (num_codebooks - 1), codebook_size) of the fast transformer, each given the codes before."""
     model, cache = speech.model, speech.model.new_fast_cache()
     spoken = spoken.to(hidden.device)
     x = torch.stack([model.fast_project_in(hidden), model.embed_code(spoken[0])], dim=1)
