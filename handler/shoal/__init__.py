@@ -31,6 +31,9 @@ _EXPORTS = {
     "Speech": "speech",
     "OptimizedSpeechPipeline": "pipeline",
     "RealtimeBatchProcessor": "realtime",
+    "find_best_batch_size": "batching",
+    "generate_speech_in_batches": "batching",
+    "measure_initial_performance": "measure",
     "configure_model_caching": "caching",
     "get_recommended_cache_size": "caching",
     "pre_load_common_features": "caching",
@@ -40,6 +43,8 @@ __all__ = ["__version__", *_EXPORTS]
 
 if TYPE_CHECKING:
     from shoal.audio_cache import AudioCache as AudioCache
+    from shoal.batching import find_best_batch_size as find_best_batch_size
+    from shoal.batching import generate_speech_in_batches as generate_speech_in_batches
     from shoal.cache import AudioFeatureCache as AudioFeatureCache
     from shoal.caching import configure_model_caching as configure_model_caching
     from shoal.caching import get_recommended_cache_size as get_recommended_cache_size
@@ -49,6 +54,7 @@ if TYPE_CHECKING:
     from shoal.errors import RequestError as RequestError
     from shoal.errors import ShoalError as ShoalError
     from shoal.features import Features as Features
+    from shoal.measure import measure_initial_performance as measure_initial_performance
     from shoal.pipeline import OptimizedSpeechPipeline as OptimizedSpeechPipeline
     from shoal.realtime import RealtimeBatchProcessor as RealtimeBatchProcessor
     from shoal.sampling import SamplingParams as SamplingParams

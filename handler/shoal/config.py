@@ -153,3 +153,20 @@ class CodecConfig(BaseModel):
     @property
     def frames_per_second(self) -> float:
         return self.sample_rate / self.samples_per_frame
+
+
+# What the published checkpoint's config.json says.
+FISH_SPEECH_1_5 = DualARConfig(
+    vocab_size=102_048,
+    n_layer=24,
+    n_head=16,
+    n_local_heads=2,
+    dim=1024,
+    intermediate_size=4096,
+    max_seq_len=8192,
+    rope_base=1e6,
+    norm_eps=1e-6,
+    tie_word_embeddings=False,
+    codebook_size=1024,
+    num_codebooks=8,
+)

@@ -9,7 +9,7 @@ import subprocess
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from shoal.config import CodecConfig, DualARConfig
+from shoal.config import FISH_SPEECH_1_5, CodecConfig, DualARConfig
 
 # The guide's recommendation: GPU memory in GB -> batch sizes.
 GUIDE_BATCH_SIZES: tuple[tuple[int, tuple[int, int]], ...] = ((8, (2, 4)), (12, (4, 6)), (16, (6, 8)), (24, (8, 12)))
@@ -171,6 +171,30 @@ def largest_batch(config: DualARConfig, memory_bytes: int, frames: int = 700, *,
     ):
         batch = max(1, 2 * batch)
     return batch
+
+
+@dataclass(frozen=True)
+class BatchAdvice:
+    """One row of the guide's table, and what this engine fits into as much memory."""
+
+    memory_gb: int
+    guide: tuple[int, int]  # batch sizes, from and to
+    fits: int  # rows, see `largest_batch`
+
+
+def compare_with_guide(
+    config: DualARConfig = FISH_SPEECH_1_5, frames: int = 700, *, itemsize: int = 2
+) -> list[BatchAdvice]:
+    """The guide's batch sizes by GPU memory beside what fits by our estimate.
+
+    Args:
+        frames: positions a row, prompt included; 700 are about half a minute of speech.
+        itemsize: bytes per weight and cache entry: 2 for bfloat16, 4 for float32.
+    """
+    return [
+        BatchAdvice(gb, sizes, largest_batch(config, gb * 10**9, frames, itemsize=itemsize))
+        for gb, sizes in GUIDE_BATCH_SIZES
+    ]
 
 
 def _notes(machine: Machine) -> list[str]:

@@ -156,6 +156,14 @@ class Scheduler:
             while not utterance.done:
                 self.step()
 
+    def release_memory(self) -> bool:
+        """Give back what the rows of past requests took; False, and no effect, while requests are under way."""
+        with self._lock:
+            if self._active:
+                return False
+            self._engine.abort()
+        return True
+
     def _start(self, utterance: Utterance) -> None:
         """Have an utterance decoded; equal ones that come while it lasts follow it."""
         pieces = split_text(utterance.text, utterance.request.chunk_length)

@@ -256,6 +256,16 @@ class FishSpeech:
             self.audio_cache.set_capacity(audio)
         self.cache.set_capacity(rest - audio)
 
+    def release_memory(self) -> bool:
+        """Give back what past batches took; weights and caches stay. False, and no effect, while requests run.
+
+        The next request takes memory anew.
+        """
+        released = self._scheduler.release_memory()
+        if released and self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        return released
+
     @property
     def cached_bytes(self) -> int:
         """What all caches together hold in memory now."""
