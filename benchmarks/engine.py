@@ -40,6 +40,7 @@ def main(
     frames: Annotated[int, typer.Option(help="frames per request")] = 32,
     repeats: Annotated[int, typer.Option(help="rounds of which the medians are taken")] = 3,
     threads: Annotated[int, typer.Option(help="CPU threads, 0: PyTorch's choice")] = 0,
+    graphs: Annotated[bool, typer.Option(help="steps as CUDA graphs, on a GPU")] = True,
     upstream: Annotated[bool, typer.Option(help="run upstream's loop too")] = True,
     profile: Annotated[bool, typer.Option(help="show where a step's time goes")] = False,
 ) -> None:
@@ -64,7 +65,7 @@ def main(
         return frames / total, statistics.median(calls[1:])
 
     def run_ours(rows: int, speech: FishSpeech) -> tuple[float, float]:
-        engine = new_engine(speech, rows)
+        engine = new_engine(speech, rows, graphs)
         prompt = text_prompt(speech.tokenizer, speech.num_codebooks, common.TEXT)
         for i in range(rows):
             engine.submit(prompt, params, seed=i, force_frames=frames)
@@ -146,7 +147,7 @@ def compare_precision(exact: FishSpeech, rough: FishSpeech) -> dict[str, float]:
     return compare(exact, rough) | {"memory_share": round(sizes[0] / sizes[1], 3)}
 
 
-def new_engine(speech: FishSpeech, rows: int) -> Engine:
+def new_engine(speech: FishSpeech, rows: int, graphs: bool = True) -> Engine:
     """An engine of its own over the model's weights."""
     return Engine(
         speech.model,
@@ -154,6 +155,7 @@ def new_engine(speech: FishSpeech, rows: int) -> Engine:
         semantic_begin_id=speech.tokenizer.semantic_begin_id,
         max_batch_size=rows,
         check_every=1 if speech.device.type == "cpu" else 4,
+        graphs="auto" if graphs else "off",
     )
 
 
@@ -170,7 +172,7 @@ def step_bytes(speech: FishSpeech, rows: int, frames: int) -> float:
 
 def profile_step(speech: FishSpeech, rows: int, frames: int, device: str) -> dict[str, float]:
     """Milliseconds of a step by part; what no part claims is Python and bookkeeping."""
-    engine = new_engine(speech, rows)
+    engine = new_engine(speech, rows, graphs=False)  # what is captured cannot be clocked
     prompt = text_prompt(speech.tokenizer, speech.num_codebooks, common.TEXT)
     for i in range(rows):
         engine.submit(prompt, SamplingParams(seed=1), seed=i, force_frames=frames)

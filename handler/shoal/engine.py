@@ -18,11 +18,12 @@ import torch
 from torch import Tensor
 
 from shoal.errors import RequestError
+from shoal.graphs import StepGraphs, position_bucket, row_bucket
 from shoal.model.dual_ar import DualAR
-from shoal.sampling import WINDOW, NoiseSource, RowSampling, SamplingParams, exponential_noise, sample
+from shoal.rows import RowState
+from shoal.sampling import NoiseSource, RowSampling, SamplingParams, exponential_noise, sample
 
 _PREFILL_COLUMNS = 512  # columns of one prefill pass: bounds the attention scores held at once
-_NEVER = 2**31 - 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,6 +84,8 @@ class Engine:
         im_end_id, semantic_begin_id: vocabulary ids that end a sequence and that code 0 stands at.
         noise: where a row's randomness comes from; tests hand in upstream's.
         check_every: steps between looks at which rows have ended (a look waits for the device).
+        graphs: run steps that take in nobody new in a few fixed shapes, as graphs where the device has them: "auto" on
+            a GPU, "on" anywhere (without a GPU the same steps run one kernel after the other), "off" never.
     """
 
     def __init__(
@@ -94,6 +97,7 @@ class Engine:
         max_batch_size: int = 8,
         noise: NoiseSource = exponential_noise,
         check_every: int = 1,
+        graphs: Literal["auto", "on", "off"] = "auto",
     ) -> None:
         self.model = model
         self.max_batch_size = max_batch_size
@@ -108,9 +112,11 @@ class Engine:
         if len(ends) != 1:
             raise ValueError(f"head_ids must hold the end token {im_end_id} once")
         self._end_column = int(ends[0, 0])
-        self._state = _RowState(max_batch_size, model, len(model.head_ids))
+        self._state = RowState(max_batch_size, model, len(model.head_ids))
         # An empty utterance helps nobody; but with the whole vocabulary sampling is upstream's to the letter.
         self._least_frames = 0 if self._state.full_vocabulary else 1
+        wanted = graphs == "on" or (graphs == "auto" and model.device.type == "cuda")
+        self._graphs = StepGraphs(model.device) if wanted else None
 
     @property
     def live(self) -> int:
@@ -180,6 +186,8 @@ class Engine:
         self._waiting.clear()
         self._cache.release()
         self._fast_cache.release()
+        if self._graphs:
+            self._graphs.clear()
         return dropped
 
     @torch.inference_mode()
@@ -207,12 +215,21 @@ class Engine:
         fresh = self._admit()
         if not self._rows:
             return []
-        hidden = []
-        if old:
-            hidden.append(self._advance(old))
-        if fresh:
-            hidden.append(self._prefill(fresh))
-        self._sample_frame(torch.cat(hidden) if len(hidden) > 1 else hidden[0])
+        if self._graphs and not fresh:
+            self._steady_step()
+        else:
+            hidden = []
+            if old:
+                # the column to read is the last frame, so its position is one less than the frames decoded
+                at = [s.start + s.frames - 1 for s in self._rows[:old]]
+                hidden.append(self._advance(old, max(at) + 1, min(at) == max(at)))
+            if fresh:
+                hidden.append(self._prefill(fresh))
+            greedy = all(s.params.temperature == 0 for s in self._rows)
+            self._sample_frame(torch.cat(hidden) if len(hidden) > 1 else hidden[0], greedy)
+        for sequence in self._rows:
+            sequence.frames += 1
+            sequence.batch_size = max(sequence.batch_size, len(self._rows))
         self.steps += 1
         return self._finish()
 
@@ -267,8 +284,27 @@ class Engine:
             out.append(self.model.slow(part, cache, rows, start + begin, longest, uniform))
         return torch.cat(out, dim=1) if len(out) > 1 else out[0]
 
-    def _advance(self, n: int) -> Tensor:
-        """One new position for rows 0 to n-1: hidden states (n, dim)."""
+    def _steady_step(self) -> None:
+        """A step without newcomers, in the next larger shape: rows that nobody has decode along, and are not looked at.
+
+        All that it reads lies on the device, so that it can be captured once and replayed.
+        """
+        state = self._state
+        n = row_bucket(len(self._rows), self.max_batch_size)
+        longest = max(s.start + s.frames for s in self._rows)
+        longest = position_bucket(longest, self.model.config.max_seq_len)
+        self._cache.reserve(n, longest)
+        self._fast_cache.reserve(n, self.model.config.num_codebooks)
+
+        def step() -> None:
+            state.positions[:n].clamp_(max=longest - 1)  # those of rows that nobody has would run away
+            self._sample_frame(self._advance(n, longest, uniform=False), greedy=False)
+
+        storage = (self._cache.storage, self._fast_cache.storage, state.frames.data_ptr())
+        self._graphs.run((n, longest), storage, step)
+
+    def _advance(self, n: int, longest: int, uniform: bool) -> Tensor:
+        """One new position for rows 0 to n-1: hidden states (n, dim). `longest`, `uniform`: as `DualAR.slow`."""
         state = self._state
         columns = state.columns[:n, None]
         tokens = columns[..., 0]
@@ -277,15 +313,14 @@ class Engine:
         if state.full_vocabulary:
             is_speech = (tokens >= begin) & (tokens < begin + self.model.config.codebook_size)
         x = self.model.embed(columns, is_speech)
-        # the column to read is the last frame, so its position is one less than the frames decoded
-        at = [s.start + s.frames - 1 for s in self._rows[:n]]
-        uniform = min(at) == max(at)
-        return self.model.slow(x, self._cache, slice(0, n), state.positions[:n], max(at) + 1, uniform)[:, 0]
+        return self.model.slow(x, self._cache, slice(0, n), state.positions[:n], longest, uniform)[:, 0]
 
-    def _sample_frame(self, hidden: Tensor) -> None:
-        """Choose the next token and codes of all rows from their hidden states (n, dim), and keep them."""
+    def _sample_frame(self, hidden: Tensor, greedy: bool) -> None:
+        """Choose the next token and codes of rows 0 to n-1 from their hidden states (n, dim), and keep them.
+
+        greedy: all rows are, so that no noise is needed.
+        """
         state, model, n = self._state, self.model, hidden.shape[0]
-        greedy = all(s.params.temperature == 0 for s in self._rows)
         frame, seeds = state.frame[:n], state.seeds[:n]
         first = (frame == 0)[:, None]
         penalty = state.penalty[:n].masked_fill(first, 1.0)  # upstream's first frame knows no window
@@ -309,9 +344,6 @@ class Engine:
             codes.append(code)
             x = model.embed_code(code)[:, None]
         state.record(n, token, torch.stack(codes, dim=1), torch.stack(chosen, dim=1), token == self._im_end_id)
-        for sequence in self._rows:
-            sequence.frames += 1
-            sequence.batch_size = max(sequence.batch_size, n)
 
     def _finish(self) -> list[Sequence]:
         """Take out the rows that have ended: at the end token, or at their frame limit."""
@@ -346,60 +378,6 @@ class Engine:
                 self._state.move(last, row)
                 self._rows[row], mover._row = mover, row
             self._rows.pop()
-
-
-class _RowState:
-    """What each row carries from step to step, as tensors on the model's device."""
-
-    def __init__(self, rows: int, model: DualAR, candidates: int) -> None:
-        c, device = model.config, model.device
-        self.full_vocabulary = candidates == c.vocab_size
-
-        def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
-            return torch.zeros(rows, *shape, dtype=dtype, device=device)
-
-        self.columns = zeros(1 + c.num_codebooks)  # the last frame: token and codes
-        self.positions, self.frame, self.seeds, self.min_frames, self.ended_at = (zeros() for _ in range(5))
-        self.temperature, self.top_p, self.penalty = (zeros(1, dtype=torch.float32) for _ in range(3))
-        # Candidates of the last frames per codebook. Upstream fills the window with id 0, so that code 0 is penalised
-        # in the first 16 frames; for the first codebook that id is a text token, which a semantic head does not have.
-        self.window = zeros(c.num_codebooks, WINDOW)
-        self._empty = torch.zeros(c.num_codebooks, 1, dtype=torch.int64, device=device)
-        self._empty[0] = 0 if self.full_vocabulary else candidates
-        self.frames = torch.zeros(rows, 0, c.num_codebooks, dtype=torch.int16, device=device)
-
-    def start(self, row: int, sequence: Sequence) -> None:
-        params = sequence.params
-        self.positions[row] = sequence.start - 1  # `record` moves it on to the first frame's own position
-        self.frame[row] = 0
-        self.seeds[row] = sequence.seed
-        self.min_frames[row] = sequence.min_frames
-        self.ended_at[row] = _NEVER
-        self.temperature[row], self.top_p[row] = params.temperature, params.top_p
-        self.penalty[row] = params.repetition_penalty
-        self.window[row] = self._empty
-        short = sequence.max_frames - self.frames.shape[1]
-        if short > 0:
-            self.frames = torch.nn.functional.pad(self.frames, (0, 0, 0, max(short, 256)))
-
-    def record(self, n: int, token: Tensor, codes: Tensor, chosen: Tensor, ends: Tensor) -> None:
-        """Keep one frame of rows 0 to n-1. codes, chosen: (n, num_codebooks)."""
-        frame = self.frame[:n]
-        every = torch.arange(n, device=frame.device)
-        self.columns[:n, 0], self.columns[:n, 1:] = token, codes
-        self.frames[every, frame.clamp_max(self.frames.shape[1] - 1)] = codes.to(torch.int16)
-        later = frame > 0  # upstream's window does not hold the first frame, nor does the end token end it there
-        slot = (frame - 1) % WINDOW
-        self.window[every, :, slot] = torch.where(later[:, None], chosen, self.window[every, :, slot])
-        ended = ends & later & (self.ended_at[:n] == _NEVER)
-        self.ended_at[:n] = torch.where(ended, frame, self.ended_at[:n])
-        self.positions[:n] += 1
-        self.frame[:n] += 1
-
-    def move(self, source: int, target: int) -> None:
-        for tensor in vars(self).values():
-            if isinstance(tensor, Tensor) and tensor is not self._empty:
-                tensor[target] = tensor[source]
 
 
 def _groups(fresh: Seq[Sequence], max_positions: int) -> Iterable[list[Sequence]]:

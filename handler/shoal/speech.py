@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -69,6 +69,7 @@ class FishSpeech:
         max_waiting: int = 1024,
         threads: int | None = None,
         codec_workers: int | None = None,
+        cuda_graphs: bool = True,
         cache: AudioFeatureCache | None = None,
     ) -> None:
         self._weights = weights
@@ -79,7 +80,7 @@ class FishSpeech:
         self.cache = AudioFeatureCache() if cache is None else cache
         self.audio_cache: AudioCache | None = None
         self.voices = VoiceStore(self.codec, self.compute_prefix, fingerprint=self.fingerprint, tiers=self.cache.tiers)
-        self._engine = self._new_engine(max_batch_size)
+        self._engine = self._new_engine(max_batch_size, "auto" if cuda_graphs else "off")
         workers = share_cores(self.model, threads, codec_workers)
         self._scheduler = Scheduler(self, self._engine, max_waiting=max_waiting, codec_workers=workers)
 
@@ -94,6 +95,7 @@ class FishSpeech:
         max_waiting: int = 1024,
         threads: int | None = None,
         codec_workers: int | None = None,
+        cuda_graphs: bool = True,
         cache: AudioFeatureCache | None = None,
         weights_cache: bool = False,
     ) -> FishSpeech:
@@ -107,6 +109,7 @@ class FishSpeech:
             threads: CPU cores to use in this process, shared out by `shoal.threads`; None: as many as PyTorch would.
             codec_workers: sentences whose sound is made beside the decoding; 0: none, sound is made between two steps.
                 None: as `shoal.threads` finds best.
+            cuda_graphs: run steps as graphs, one per size of batch, where there is a GPU; False: kernel by kernel.
             cache: where features (and, in its slower tiers, voices) are kept.
             weights_cache: share the weights with what else loads them in this process (`enable_model_weights_cache`).
 
@@ -291,13 +294,14 @@ class FishSpeech:
         """The KV prefix of a voice's prompt."""
         return self._engine.compute_prefix(voice_prefix(self.tokenizer, self.num_codebooks, voice))
 
-    def _new_engine(self, max_batch_size: int) -> Engine:
+    def _new_engine(self, max_batch_size: int, graphs: Literal["auto", "off"]) -> Engine:
         return Engine(
             self.model,
             im_end_id=self.tokenizer.im_end_id,
             semantic_begin_id=self.tokenizer.semantic_begin_id,
             max_batch_size=max_batch_size,
             check_every=1 if self.device.type == "cpu" else 4,
+            graphs=graphs,
         )
 
     def _submit_all(self, requests: Sequence[SpeechRequest]) -> list[Utterance]:

@@ -38,6 +38,11 @@ class KVCache:
     def nbytes(self) -> int:
         return self._kv.nbytes
 
+    @property
+    def storage(self) -> int:
+        """Where the memory begins: changes whenever the cache grows."""
+        return self._kv.data_ptr()
+
     def reserve(self, rows: int, positions: int) -> None:
         """Make room for `rows` rows of `positions` positions, keeping what is there.
 
