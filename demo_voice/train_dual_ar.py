@@ -45,6 +45,7 @@ CONFIG = DualARConfig(
     norm_eps=1e-6,
     max_seq_len=2048,
     tie_word_embeddings=False,
+    one_sentence_prompts=True,  # it manages joined phrases half of the time only
 )
 STEPS, BATCH_TOKENS, PEAK_RATE = 2800, 1600, 1.5e-3
 PENALTY = 1.2  # the sampler's default

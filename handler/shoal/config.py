@@ -46,6 +46,7 @@ class DualARConfig(BaseModel):
     fast_n_local_heads: int = 0
     fast_intermediate_size: int = 0
     fast_attention_qkv_bias: bool = False
+    one_sentence_prompts: bool = False  # Shoal's own: it was taught single sentences, so none are joined in a prompt
 
     @model_validator(mode="before")
     @classmethod

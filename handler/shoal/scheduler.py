@@ -22,7 +22,7 @@ from shoal.joining import pause_after
 from shoal.prompt import VoicePrompt, text_prompt
 from shoal.sampling import MAX_SEED
 from shoal.sounding import SoundMaker
-from shoal.text import prepare_text, split_text
+from shoal.text import prepare_text, split_sentences, split_text
 from shoal.utterance import Sentence, SpeechRequest, Utterance, collect_audio, make_sentences
 
 if TYPE_CHECKING:
@@ -166,7 +166,8 @@ class Scheduler:
 
     def _start(self, utterance: Utterance) -> None:
         """Have an utterance decoded; equal ones that come while it lasts follow it."""
-        pieces = split_text(utterance.text, utterance.request.chunk_length)
+        split = split_sentences if self._speech.model.config.one_sentence_prompts else split_text
+        pieces = split(utterance.text, utterance.request.chunk_length)
         pauses = [*map(pause_after, pieces[:-1]), 0.0]
         utterance._sentences = make_sentences(pieces, pauses)
         utterance._pending.extend(utterance._sentences if utterance.voice else utterance._sentences[:1])

@@ -16,6 +16,7 @@ from shoal.errors import RequestError, TooLargeError
 _QUOTES = str.maketrans({"\u2018": "'", "\u2019": "'"})
 # Flags, then pictographs, faces and transport. Newer emoji blocks pass, as they do upstream.
 _EMOJI = re.compile("[\U0001f1e0-\U0001f1ff\U0001f300-\U0001f64f\U0001f680-\U0001f6ff]+")
+_ENDS = ".!?。！？"
 _COMMAS = re.compile(",{2,}")
 
 # A float's point must not end a sentence. The look-behind changes no match, but without it a long run of digits is
@@ -80,12 +81,18 @@ def split_text(text: str, length: int) -> list[str]:
     than one character.
     """
     # Lengths are compared while floats are protected, four bytes longer each, as upstream does.
-    pieces: Iterable[str] = _cut_after([_FLOAT.sub(r"<\1_f_\2>", clean_text(text))], ".!?。！？", length)
+    pieces: Iterable[str] = _cut_after([_FLOAT.sub(r"<\1_f_\2>", clean_text(text))], _ENDS, length)
     pieces = (_PROTECTED_FLOAT.sub(r"\1.\2", piece) for piece in pieces)
     pieces = _cut_after(pieces, ",，", length)
     pieces = _cut_after(pieces, " ", length)
     pieces = _cut_anywhere(pieces, length)
     return [piece for piece in map(str.strip, _join(pieces, length)) if _has_content(piece)]
+
+
+def split_sentences(text: str, length: int) -> list[str]:
+    """Cut the cleaned `text` after every sentence end, and what is longer than `length` as `split_text` does."""
+    sentences = _cut_after([_FLOAT.sub(r"<\1_f_\2>", clean_text(text))], _ENDS, 0)
+    return [piece for sentence in sentences for piece in split_text(_PROTECTED_FLOAT.sub(r"\1.\2", sentence), length)]
 
 
 def _has_content(piece: str) -> bool:

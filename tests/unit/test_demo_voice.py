@@ -84,6 +84,23 @@ def test_phrases_come_out_as_long_as_they_were_taught(speech, phrases, voice):
     assert len(wrong) <= len(texts) // 10, wrong  # it samples: about one phrase in fifty slips
 
 
+def test_phrases_joined_in_one_request_come_out_as_long_as_alone(speech, phrases):
+    lengths = json.loads((DEMO / "corpus.json").read_text(encoding="utf-8"))["slt"]
+    texts = [text for language, _, text in phrases if language in ("en", "ko")]
+    joined = [texts[i : i + 3] for i in range(0, len(texts), 12)]
+    spoken = speech.generate_batch([" ".join(t) for t in joined], None, SamplingParams(seed=1), use_cache=False)
+    frames = {t: round(seconds * speech.codec.config.frames_per_second) for t, seconds in lengths.items()}
+    wrong = []
+    for group, result in zip(joined, spoken, strict=True):
+        assert len(result.features.sentence_frames) == len(group)
+        wrong += [
+            (text, made)
+            for text, made in zip(group, result.features.sentence_frames, strict=True)
+            if abs(made / frames[text] - 1) > 0.15
+        ]
+    assert len(wrong) <= sum(map(len, joined)) // 10, wrong
+
+
 def test_make_demo_and_the_notebook_speak_phrases_of_the_book(phrases):
     from shoal.serving.demo import ALONE, TOGETHER
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from shoal.errors import RequestError, TooLargeError
-from shoal.text import clean_text, prepare_text, split_text
+from shoal.text import clean_text, prepare_text, split_sentences, split_text
 
 
 def test_cleaning():
@@ -23,6 +23,17 @@ def test_cuts_at_sentences_then_commas_then_spaces_then_anywhere():
     assert split_text("one two three four", 9) == ["one two", "three", "four"]
     assert split_text("abcdefghij", 4) == ["abcd", "efgh", "ij"]
     assert split_text("pi is 3.14159 and e 2.718", 16) == ["pi is 3.14159", "and e 2.718"]
+
+
+def test_sentences_apart():
+    assert split_sentences("Hello, you. It is 3.5 km?! 네. そうです。はい", 200) == [
+        "Hello, you.",
+        "It is 3.5 km?",
+        "네.",
+        "そうです。",
+        "はい",
+    ]
+    assert split_sentences("One. One two, three four.", 10) == ["One.", "One two,", "three", "four."]
 
 
 def test_a_piece_cut_anywhere_exceeds_the_length_by_less_than_a_character():
