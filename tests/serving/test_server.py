@@ -21,6 +21,7 @@ from shoal.serving.server import TorchServe
 pytestmark = pytest.mark.server
 
 TIMEOUT_S = 180
+WARM = "A phrase that is known before the server is ready."
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +47,8 @@ def serve(checkpoint, directory, **overrides):
 @pytest.fixture(scope="module")
 def server(checkpoint, tmp_path_factory):
     limits = {"max_waiting": 8}  # fewer than by default, so that a test can exceed it
-    server = serve(checkpoint, tmp_path_factory.mktemp("store"), handler={"limits": limits})
+    handler = {"limits": limits, "warm_phrases": [WARM]}
+    server = serve(checkpoint, tmp_path_factory.mktemp("store"), handler=handler)
     yield server
     server.stop()
 
@@ -91,6 +93,12 @@ def test_json_in_wav_out_and_the_same_again_from_the_cache(server):
     assert (first.headers["X-Shoal-Cache"], second.headers["X-Shoal-Cache"]) == ("miss", "hit")
     assert first.headers["X-Shoal-Seed"] == "1"
     assert second.content == first.content
+
+
+def test_phrases_of_the_configuration_are_known_when_the_server_is_ready(server):
+    known, new = post(server, {"text": WARM}), post(server, {"text": WARM + " And more."})
+    assert (known.headers["X-Shoal-Cache"], new.headers["X-Shoal-Cache"]) == ("hit", "miss")
+    assert len(samples_of(known)) > 0
 
 
 def test_plain_text_in_any_language(server):
