@@ -61,6 +61,18 @@ def poisson_arrivals(texts: Sequence[str], count: int, rate: float, seed: int = 
     return arrivals
 
 
+def zipf_requests(texts: Sequence[str], count: int, exponent: float = 1.0, seed: int = 0) -> list[str]:
+    """`count` texts drawn by Zipf's law: the n-th of them comes n ** exponent times less often than the first.
+
+    Raises:
+        RequestError: no texts, or a negative exponent or count.
+    """
+    if not texts or exponent < 0 or count < 0:
+        raise RequestError("requests need at least one text, and an exponent and a count of 0 or more")
+    weights = [1 / rank**exponent for rank in range(1, len(texts) + 1)]
+    return random.Random(seed).choices(texts, weights, k=count)
+
+
 def replay(
     processor: RealtimeBatchProcessor,
     arrivals: Sequence[Arrival],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import platform
 import shutil
@@ -139,10 +140,7 @@ def estimate_memory(
     Args:
         itemsize: bytes per weight and cache entry: 2 for bfloat16, 4 for float32.
     """
-    import torch
-
     from shoal.model.dual_ar import expected_shapes
-    from shoal.model.firefly import Firefly
 
     codec = codec or CodecConfig()
     shapes = expected_shapes(config)
@@ -153,14 +151,23 @@ def estimate_memory(
     rows = 1 << (batch - 1).bit_length()  # as the cache grows, see model/kv_cache.py
     positions = min(-(-frames // _POSITION_BUCKET) * _POSITION_BUCKET, config.max_seq_len)
     scale = (codec.upsample_initial_channel / 512) * (codec.samples_per_frame / 2048)
-    with torch.device("meta"):
-        codec_weights = 4 * sum(p.numel() for p in Firefly(codec).parameters())
     activations = min(batch * frames, _FRAMES_IN_FLIGHT) * _CODEC_BYTES_PER_FRAME * scale
     return MemoryEstimate(
         weights=weights * itemsize,
         kv_cache=rows * positions * config.kv_bytes_per_token(itemsize),
-        codec=int(codec_weights + activations),
+        codec=int(_codec_weights(codec) + activations),
     )
+
+
+@functools.lru_cache(maxsize=8)
+def _codec_weights(codec: CodecConfig) -> int:
+    """Bytes of the codec in float32."""
+    import torch
+
+    from shoal.model.firefly import Firefly
+
+    with torch.device("meta"):
+        return 4 * sum(p.numel() for p in Firefly(codec).parameters())
 
 
 def largest_batch(config: DualARConfig, memory_bytes: int, frames: int = 700, *, itemsize: int = 2) -> int:

@@ -7,7 +7,7 @@ import statistics
 import threading
 
 import pytest
-from shoal.arrivals import poisson_arrivals, replay
+from shoal.arrivals import poisson_arrivals, replay, zipf_requests
 from shoal.errors import CapacityError, RequestError
 from shoal.random_checkpoint import write_random_checkpoint
 from shoal.realtime import RealtimeBatchProcessor
@@ -57,3 +57,13 @@ def test_cancelling_sends_no_more(model):
             processor, poisson_arrivals(["One."], 100, 5), SHORT, on_answer=lambda _: cancel.set(), cancel=cancel
         )
     assert 1 <= len(answers) < 100
+
+
+def test_few_texts_make_most_of_the_requests():
+    drawn = zipf_requests(["a", "b", "c", "d"], 4000, exponent=1.0, seed=2)
+    counts = [drawn.count(text) for text in "abcd"]
+    assert counts[0] / counts[1] == pytest.approx(2, rel=0.15) and counts[0] / counts[3] == pytest.approx(4, rel=0.2)
+    even = zipf_requests(["a", "b"], 4000, exponent=0.0)
+    assert even.count("a") == pytest.approx(2000, rel=0.1)
+    with pytest.raises(RequestError):
+        zipf_requests([], 3)
