@@ -119,7 +119,13 @@ class FishSpeech:
         """
         weights = load_weights(path, device, dtype, share=weights_cache)
         speech = cls(
-            weights, max_batch_size=max_batch_size, max_waiting=max_waiting, codec_workers=codec_workers, cache=cache
+            weights,
+            max_batch_size=max_batch_size,
+            max_waiting=max_waiting,
+            threads=threads,
+            codec_workers=codec_workers,
+            cuda_graphs=cuda_graphs,
+            cache=cache,
         )
         voices = Path(path) / "voices"
         if voices.is_dir():

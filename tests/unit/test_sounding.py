@@ -128,3 +128,11 @@ def test_a_small_model_leaves_the_cores_to_the_codec(checkpoint, monkeypatch):
     monkeypatch.setattr(threads, "_SMALL_MODEL", 0)
     assert threads.share_cores(model, 2, None) == 0 and torch.get_num_threads() == 2
     assert threads.share_cores(model, 2, 1) == 1 and torch.get_num_threads() == 2
+
+
+def test_loading_hands_the_numbers_on(checkpoint, monkeypatch):
+    monkeypatch.setattr(threads, "_SMALL_MODEL", 0)
+    model = FishSpeech.load(checkpoint, device="cpu", threads=1, codec_workers=3)
+    assert torch.get_num_threads() == 1 and model.scheduler.sound.workers == 3
+    assert FishSpeech.load(checkpoint, device="cpu", threads=2).scheduler.sound.workers == 0
+    assert torch.get_num_threads() == 2
