@@ -98,6 +98,7 @@ class FishSpeech:
         cuda_graphs: bool = True,
         cache: AudioFeatureCache | None = None,
         weights_cache: bool = False,
+        pack_weights: bool = True,
     ) -> FishSpeech:
         """Load a checkpoint directory in Fish Speech 1.5's format.
 
@@ -112,12 +113,13 @@ class FishSpeech:
             cuda_graphs: run steps as graphs, one per size of batch, where there is a GPU; False: kernel by kernel.
             cache: where features (and, in its slower tiers, voices) are kept.
             weights_cache: share the weights with what else loads them in this process (`enable_model_weights_cache`).
+            pack_weights: put the layers into the layout that a CPU multiplies fastest; False: leave them plain.
 
         Raises:
             CheckpointError: the directory cannot be used; the message says why and what to do.
             RequestError: device or dtype is not one that this machine has.
         """
-        weights = load_weights(path, device, dtype, share=weights_cache)
+        weights = load_weights(path, device, dtype, share=weights_cache, pack=pack_weights)
         speech = cls(
             weights,
             max_batch_size=max_batch_size,

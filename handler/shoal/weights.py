@@ -24,6 +24,7 @@ class Weights:
     tokenizer: Tokenizer
     fingerprint: str  # of the checkpoint
     precision: str  # "float32", "bfloat16", "float16" or "int8"
+    packed: bool  # as asked for: where the layout does not exist, the layers are plain
 
     @property
     def nbytes(self) -> int:
@@ -32,19 +33,25 @@ class Weights:
         return sum({t.data_ptr(): t.nbytes for t in tensors}.values())
 
 
-Key = tuple[str, str, str]  # fingerprint, device, precision
+Key = tuple[str, str, str, bool]  # fingerprint, device, precision, packed
 
 _shared: dict[Key, Weights] = {}
 _loading = threading.Lock()
 
 
 def load_weights(
-    path: str | Path, device: str = "auto", dtype: str | torch.dtype = "auto", *, share: bool = False
+    path: str | Path,
+    device: str = "auto",
+    dtype: str | torch.dtype = "auto",
+    *,
+    share: bool = False,
+    pack: bool = True,
 ) -> Weights:
     """The networks of a checkpoint directory: those that the process shares where there are such, else loaded.
 
     Args:
         share: keep them for the next call.
+        pack: put the layers into the layout that a CPU multiplies fastest (model/linear.py).
 
     Raises:
         CheckpointError: the directory cannot be used; the message says why and what to do.
@@ -53,12 +60,12 @@ def load_weights(
     where, checkpoint = pick_device(device), open_checkpoint(path)
     int8 = dtype in ("int8", torch.int8) or (dtype == "auto" and checkpoint.quantised)
     precision = "int8" if int8 else str(_pick_dtype(dtype, device)).removeprefix("torch.")
-    key = (checkpoint.fingerprint, str(where), precision)
+    key = (checkpoint.fingerprint, str(where), precision, pack)
     if not share:
-        return _shared.get(key) or _load(checkpoint, where, precision)
+        return _shared.get(key) or _load(checkpoint, where, precision, pack)
     with _loading:
         if key not in _shared:
-            _shared[key] = _load(checkpoint, where, precision)
+            _shared[key] = _load(checkpoint, where, precision, pack)
         return _shared[key]
 
 
@@ -112,17 +119,17 @@ def pick_device(device: str) -> torch.device:
 
 
 def _key(weights: Weights) -> Key:
-    return weights.fingerprint, str(weights.model.device), weights.precision
+    return weights.fingerprint, str(weights.model.device), weights.precision, weights.packed
 
 
-def _load(checkpoint: Checkpoint, where: torch.device, precision: str) -> Weights:
+def _load(checkpoint: Checkpoint, where: torch.device, precision: str, pack: bool) -> Weights:
     tokenizer = Tokenizer.from_file(checkpoint.tokenizer_file)
     last = min(tokenizer.semantic_end_id, tokenizer.semantic_begin_id + checkpoint.config.codebook_size - 1)
     head_ids = [tokenizer.im_end_id, *range(tokenizer.semantic_begin_id, last + 1)]
     int8 = precision == "int8"
     dtype = _pick_dtype("auto", where.type) if int8 else getattr(torch, precision)
-    model = load_dual_ar(checkpoint, head_ids, where, dtype, int8=int8)
-    return Weights(model, load_codec(checkpoint, where), tokenizer, checkpoint.fingerprint, precision)
+    model = load_dual_ar(checkpoint, head_ids, where, dtype, pack=pack, int8=int8)
+    return Weights(model, load_codec(checkpoint, where), tokenizer, checkpoint.fingerprint, precision, pack)
 
 
 def _pick_dtype(dtype: str | torch.dtype, device: str) -> torch.dtype:

@@ -49,3 +49,14 @@ def test_an_int8_model_speaks_and_is_small(tmp_path):
     together = small.generate_batch(["Hello.", "Again and again."], params=params, use_cache=False)
     alone = small.synthesize("Hello.", params=params, use_cache=False)
     assert together[0].features.frames == alone.features.frames and together[1].seconds > 0
+
+
+def test_packing_can_be_switched_off(tmp_path):
+    write_random_checkpoint(tmp_path)
+    packed, plain_one = (FishSpeech.load(tmp_path, device="cpu", pack_weights=pack) for pack in (True, False))
+    kinds = [{type(m) for m in model.model.modules()} for model in (packed, plain_one)]
+    assert nn.Linear in kinds[1] and PackedLinear not in kinds[1]
+    assert PackedLinear in kinds[0] or not can_pack("cpu", torch.float32)
+    params = SamplingParams(temperature=0, max_new_tokens=20)
+    codes = [model.synthesize("Hello.", params=params, use_cache=False).features.codes for model in (packed, plain_one)]
+    assert (codes[0] == codes[1]).all()
