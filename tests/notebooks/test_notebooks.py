@@ -5,85 +5,107 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import nbformat
 import pytest
-from nbclient import NotebookClient
 from shoal.random_checkpoint import write_random_checkpoint
 
-NOTEBOOKS = Path(__file__).resolve().parents[2] / "notebooks"
+from tests.notebooks.driver import NOTEBOOKS, Kernel
+
 NAMES = sorted(path.stem for path in NOTEBOOKS.glob("*.ipynb"))
 pytestmark = pytest.mark.notebook
 
 
 @pytest.fixture(scope="module")
 def smoke(tmp_path_factory):
-    return write_random_checkpoint(tmp_path_factory.mktemp("smoke"))
+    return str(write_random_checkpoint(tmp_path_factory.mktemp("smoke")))
 
 
-def run(name: str, tmp_path: Path, **parameters) -> nbformat.NotebookNode:
-    """Execute a copy with other parameters than its `parameters` cell's."""
-    notebook = nbformat.read(NOTEBOOKS / f"{name}.ipynb", as_version=4)
-    (cell,) = [c for c in notebook.cells if "parameters" in c.metadata.get("tags", [])]
-    cell.source += "\n" + "\n".join(f"{key} = {value!r}" for key, value in parameters.items())
-    client = NotebookClient(
-        notebook, timeout=240, kernel_name="python3", resources={"metadata": {"path": str(tmp_path)}}
-    )
-    return client.execute()
-
-
-def text_of(notebook: nbformat.NotebookNode) -> str:
-    """All that the cells show, as text and HTML."""
-    parts = []
-    for cell in notebook.cells:
-        for output in cell.get("outputs", []):
-            assert output.output_type != "error"
-            data = output.get("data", {})
-            parts += [output.get("text", ""), data.get("text/plain", ""), data.get("text/html", "")]
-    return "\n".join(parts)
-
-
-def widgets_of(notebook: nbformat.NotebookNode) -> list[dict]:
-    state = notebook.metadata["widgets"]["application/vnd.jupyter.widget-state+json"]["state"]
-    return [model["state"] for model in state.values()]
+@pytest.fixture(scope="module")
+def kernel(tmp_path_factory):
+    kernel = Kernel(tmp_path_factory.mktemp("notebooks"))
+    yield kernel
+    kernel.stop()
 
 
 def test_there_are_notebooks():
-    assert {"01_gpu_check", "02_baseline"} <= set(NAMES)
+    assert {"01_gpu_check", "02_baseline", "03_batching", "04_dynamic_batching", "05_caching"} <= set(NAMES)
+
+
+def test_committed_without_output():
+    command = [sys.executable, "-m", "nbstripout", "--verify", *(NOTEBOOKS / f"{name}.ipynb" for name in NAMES)]
+    verified = subprocess.run(command, capture_output=True, text=True)
+    assert verified.returncode == 0, verified.stdout + verified.stderr
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_committed_without_output_and_with_headings_in_both_languages(name):
-    path = NOTEBOOKS / f"{name}.ipynb"
-    verified = subprocess.run([sys.executable, "-m", "nbstripout", "--verify", path], capture_output=True, text=True)
-    assert verified.returncode == 0, verified.stdout + verified.stderr
-    notebook = nbformat.read(path, as_version=4)
+def test_headings_in_both_languages_and_cells_that_each_say_something(name):
+    notebook = nbformat.read(NOTEBOOKS / f"{name}.ipynb", as_version=4)
     assert 10 <= len(notebook.cells) <= 25 and all(cell.source.strip() for cell in notebook.cells)
     assert notebook.metadata.kernelspec.name == "python3"
     headings = re.findall(r"^#+ (.*)$", "\n".join(c.source for c in notebook.cells if c.cell_type == "markdown"), re.M)
     assert len(headings) >= 5 and all(re.search("[가-힣]", heading) for heading in headings)
 
 
-def test_the_machine_is_shown(smoke, tmp_path):
-    notebook = run("01_gpu_check", tmp_path, CHECKPOINT=str(smoke))
-    shown = text_of(notebook)
-    assert "processor" in shown and "GPU" in shown and "8 to 12" in shown and "all right" in shown
-    pictures = [w["value"] for w in widgets_of(notebook) if "<svg" in str(w.get("value"))]
-    assert any("A batch of 8 takes" in picture for picture in pictures)
+def test_the_machine_is_shown(smoke, kernel):
+    with kernel.run("01_gpu_check", CHECKPOINT=smoke) as notebook:
+        assert "processor" in notebook.text() and "all right" in notebook.text()
+        assert any("8 to 12" in str(state.get("value")) for _, state in notebook.widgets())
+        assert any("A batch of 8 takes" in picture for picture in notebook.pictures())
+        notebook.move("batch", 32)
+        assert "A batch of 32 takes" in notebook.cell("print(panel.picture.value)")
 
 
-def test_upstream_and_shoal_are_compared(smoke, tmp_path):
-    notebook = run("02_baseline", tmp_path, CHECKPOINT=str(smoke), MAX_NEW_TOKENS=20)
-    shown = text_of(notebook)
-    ways = ["Shoal, one at a time", "Shoal, together"]
-    if "only Shoal is measured" not in shown:
-        ways.insert(0, "upstream as shipped")
-    for way in ways:
-        found = re.search(rf"<td[^>]*>{way}</td><td[^>]*>([\d.e+-]+)</td><td[^>]*>([\d.e+-]+)</td>", shown)
-        assert found and float(found[1]) > 0 and float(found[2]) > 0, way
-    assert shown.count("<audio") == 2 * len(ways) and "안녕하세요" in shown
-    assert "done" in shown and "all right" in shown
-    states = widgets_of(notebook)
-    assert any(state.get("description") == "batch size" and state.get("value") == 4 for state in states)
-    assert any("Texts per second" in str(state.get("value")) for state in states)
+def test_upstream_and_shoal_are_compared(smoke, kernel):
+    with kernel.run("02_baseline", CHECKPOINT=smoke, MAX_NEW_TOKENS=20) as notebook:
+        shown = notebook.text()
+        ways = ["Shoal, one at a time", "Shoal, together"]
+        if "only Shoal is measured" not in shown:
+            ways.insert(0, "upstream as shipped")
+        table = notebook.cell("print(panel.table.value)")
+        for way in ways:
+            found = re.search(rf"<td[^>]*>{way}</td><td[^>]*>([\d.e+-]+)</td><td[^>]*>([\d.e+-]+)</td>", table)
+            assert found and float(found[1]) > 0 and float(found[2]) > 0, way
+        assert "안녕하세요" in shown and "done" in shown and "all right" in shown
+        assert any("a second of sound costs" in picture for picture in notebook.pictures())
+        notebook.move("texts to speak", 1)
+        notebook.click("Measure")
+        again = (
+            "await panel.state.wait(); print(panel.state.status, [len(r.measurements) for r in panel.state.reports])"
+        )
+        assert notebook.cell(again).strip() == f"done {[1] * len(ways)}"
+
+
+def test_batches_are_measured_and_the_best_is_found(smoke, kernel, tmp_path):
+    file = tmp_path / "batches.json"
+    with kernel.run(
+        "03_batching", CHECKPOINT=smoke, MAX_NEW_TOKENS=20, CANDIDATES=[1, 2, 4], SAVE_TO=str(file)
+    ) as notebook:
+        assert "codes equal: True" in notebook.text() and "all right" in notebook.text() and file.exists()
+        assert any("is the smallest batch within" in picture for picture in notebook.pictures())
+        notebook.move("batch size", 3)
+        notebook.click("Measure this size")
+        assert "3" in notebook.cell("await panel.state.wait(); print(sorted(panel.state.speeds))")
+
+
+def test_arriving_requests_are_gathered_and_can_be_cancelled(smoke, kernel):
+    with kernel.run("04_dynamic_batching", CHECKPOINT=smoke, MAX_NEW_TOKENS=20, REQUESTS=8, RATE=20.0) as notebook:
+        assert "RequestError" in notebook.text() and "all right" in notebook.text()
+        assert "95% are answered within" in notebook.text()
+        assert any("Half of 8 requests" in picture for picture in notebook.pictures())
+        notebook.move("requests", 200)
+        notebook.move("requests a second", 2.0)
+        notebook.click("Send requests")
+        notebook.cell("import asyncio\nwhile not panel.state.running: await asyncio.sleep(0.01)")
+        notebook.click("Cancel")
+        assert notebook.cell("await panel.state.wait(); print(panel.state.status)").strip() == "cancelled"
+
+
+def test_repeats_come_from_the_cache_also_after_a_kernel_restart(smoke, kernel):
+    kernel.restart()
+    with kernel.run("05_caching", CHECKPOINT=smoke, MAX_NEW_TOKENS=20, REQUESTS=16) as notebook:
+        assert "first call from the cache: True" in notebook.text() and "all right" in notebook.text()
+        assert any("16 requests come from the cache" in picture for picture in notebook.pictures())
+        notebook.move("entries at most", 0)
+        notebook.click("Send requests")
+        assert notebook.cell("await panel.state.wait(); print(panel.state.stats.entries)").strip() == "0"

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from html import escape
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import anywidget
 import ipywidgets as widgets
 import traitlets
 
 from shoal.ui.theme import FAINT_INK, INK, LINE
+
+if TYPE_CHECKING:
+    from shoal.ui.jobs import Job, JobView
 
 _STATUS_JS = """
 function render({ model, el }) {
@@ -71,9 +74,17 @@ def number_slider(
 
 
 class Panel:
-    """What all panels are: something that a cell shows as its last line. Subclasses set `view`."""
+    """What all panels are: something that a cell shows as its last line. Subclasses set these."""
 
+    state: Job
+    job: JobView
     view: widgets.Widget
+
+    async def press(self, button: str) -> str:
+        """Press a run button as a person would, and wait in a cell until its work has ended; returns the status."""
+        self.job.run_buttons[button].click()
+        await self.state.wait()
+        return self.state.status
 
     def _repr_mimebundle_(self, **options: Any) -> Any:
         return self.view._repr_mimebundle_(**options)
