@@ -13,6 +13,7 @@ from typing import Any
 
 from shoal.memory import limit_memory
 from shoal.serving.caches import open_cache, warm_phrases
+from shoal.serving.control import ControlFile
 from shoal.serving.limits import HandlerSettings, SettingsError, load_settings, resolve_checkpoint
 from shoal.serving.metrics import MetricsEmitter
 from shoal.serving.replies import Reply
@@ -42,6 +43,7 @@ class _Handler:
         settings = load_settings(config.get("handler"))
         self.continuous = bool(config.get("continuousBatching", False))
         self.service = SpeechService(_load_model(settings, ctx), settings)
+        self.control = ControlFile(settings.control or os.environ.get("SHOAL_CONTROL"))
         self.metrics = MetricsEmitter(ctx.metrics, ctx.model_name)
         if phrases := warm_phrases(settings, ctx.system_properties["model_dir"]):
             warmed = self.service.warm(phrases, settings.warm_voices)
@@ -50,6 +52,8 @@ class _Handler:
                 logger.warning("warm-up: %r: %s", phrase[:80], error)
 
     def __call__(self, data: list[dict[str, Any]], ctx: Any) -> list[Any]:
+        if (limits := self.control.poll(now=not self.service.pending)) is not None:
+            self.service.apply(limits)
         out = self._slice(data, ctx) if self.continuous else self._batch(data, ctx)
         self.metrics.emit(self.service.take_records())
         return out

@@ -16,6 +16,7 @@ import soundfile as sf
 from shoal.archive import build_archive
 from shoal.project import project_root
 from shoal.random_checkpoint import write_random_checkpoint
+from shoal.serving.control import set_limits
 from shoal.serving.server import TorchServe
 
 pytestmark = pytest.mark.server
@@ -99,6 +100,28 @@ def test_phrases_of_the_configuration_are_known_when_the_server_is_ready(server)
     known, new = post(server, {"text": WARM}), post(server, {"text": WARM + " And more."})
     assert (known.headers["X-Shoal-Cache"], new.headers["X-Shoal-Cache"]) == ("hit", "miss")
     assert len(samples_of(known)) > 0
+
+
+def test_the_live_limit_changes_while_requests_are_worked_on(server):
+    most = info(server)["max_batch_size"]
+    assert info(server)["batch_limit"] == most
+    try:
+        set_limits(server.control_file, batch_limit=1, cache_bytes="1MB")
+        assert info(server)["batch_limit"] == 1 and info(server)["cache"]["max_bytes"] == 2**20
+        bodies = [request(f"Number {i}.", use_memory_cache="off") for i in range(4)]
+        with ThreadPoolExecutor(4) as pool:
+            alone = list(pool.map(lambda body: post(server, body), bodies))
+        assert {reply.headers["X-Shoal-Batch-Size"] for reply in alone} == {"1"}
+        server.control_file.write_text("{not json")
+        assert info(server)["batch_limit"] == 1
+    finally:
+        server.control_file.unlink()
+    assert info(server)["batch_limit"] == most
+    with ThreadPoolExecutor(4) as pool:
+        together = list(pool.map(lambda body: post(server, body), bodies))
+    assert max(int(reply.headers["X-Shoal-Batch-Size"]) for reply in together) > 1
+    for one, other in zip(alone, together, strict=True):
+        assert np.abs(samples_of(one).astype(int) - samples_of(other)).max() <= 1
 
 
 def test_plain_text_in_any_language(server):

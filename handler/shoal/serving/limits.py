@@ -57,6 +57,7 @@ class HandlerSettings(BaseModel):
     slice_ms: float = Field(50.0, gt=0, le=10_000)
     voices: str | None = None  # folder of registered voices; relative means relative to the archive
     log_texts: bool = False
+    control: str | None = None  # file of live limits, absolute; None: $SHOAL_CONTROL, else none (serving/control.py)
     limits: Limits = Limits()
 
     @field_validator("cache_bytes", "cache_disk_bytes", "audio_cache_bytes", "memory_limit", mode="before")

@@ -138,6 +138,13 @@ class TorchServe:
         return self._log_dir
 
     @property
+    def control_file(self) -> Path:
+        """The file through which limits are changed while it runs (`shoal.serving.control.set_limits`)."""
+        if self.run_dir is None:
+            raise ServerError("the server has not been started")
+        return Path(self._env.get("SHOAL_CONTROL") or self.run_dir / "control.json")
+
+    @property
     def pid(self) -> int | None:
         """Process id of the launcher, which leads the process group; None when not running."""
         return self._process.pid if self._process is not None and self._process.poll() is None else None
@@ -278,6 +285,7 @@ class TorchServe:
         env.update(dict.fromkeys(("LOG_LOCATION", "METRICS_LOCATION"), str(self.log_dir)))
         # Threads that spin while they wait were 15 times slower beside other busy processes.
         env.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+        env["SHOAL_CONTROL"] = str(run_dir / "control.json")
         if java_home:
             env["JAVA_HOME"] = java_home
         return env | self._env

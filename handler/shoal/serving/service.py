@@ -12,10 +12,11 @@ import logging
 import struct
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
 from shoal.audio_cache import AudioCache
 from shoal.caching import WarmUp, warm_up
@@ -23,6 +24,7 @@ from shoal.errors import CancelledError, CapacityError, RequestTimeoutError, Sho
 from shoal.sampling import SamplingParams
 from shoal.scheduler import SpeechRequest, Utterance
 from shoal.serving.audio import CONTENT_TYPES, StreamEncoder, decode_reference, encode_audio
+from shoal.serving.control import LiveLimits
 from shoal.serving.limits import HandlerSettings
 from shoal.serving.metrics import RequestRecord
 from shoal.serving.replies import Reply, error_reply, presentable, sse_delta, sse_done, sse_error
@@ -73,6 +75,9 @@ class SpeechService:
         self._scheduler = model.scheduler
         if self.settings.batch_limit is not None:
             self._scheduler.batch_limit = min(self.settings.batch_limit, self._scheduler.batch_limit)
+        self._slice_ms = self.settings.slice_ms
+        cache = model.cache
+        self._cache_bounds = (cache.cache_max_bytes, cache.cache_max_entries)  # as configured, or by the memory limit
         self._audio_cache = AudioCache(self.settings.audio_cache_bytes)
         self._jobs: dict[str, _Job] = {}
         self._replies: dict[str, Reply] = {}  # final replies that wait for collect()
@@ -145,6 +150,16 @@ class SpeechService:
         done.failed.update(failed)
         return done
 
+    def apply(self, live: LiveLimits) -> None:
+        """Have other limits from now on; what they leave out is as it was configured. What is admitted stays so."""
+        settings, most = self.settings, self.model.max_batch_size
+        self._scheduler.batch_limit = min(live.batch_limit or settings.batch_limit or most, most)
+        waiting = settings.limits.max_waiting if live.max_waiting is None else live.max_waiting
+        self.limits = settings.limits.model_copy(update={"max_waiting": waiting})
+        configured, entries = self._cache_bounds
+        self.model.cache.set_capacity(configured if live.cache_bytes is None else live.cache_bytes, entries)
+        self._slice_ms = live.slice_ms or settings.slice_ms
+
     def admit_describe(self, request_id: str) -> None:
         """Queue a question about the server itself; its reply is `describe()` as JSON."""
         self._replies[request_id] = Reply(200, "application/json", json.dumps(self.describe()).encode())
@@ -176,7 +191,7 @@ class SpeechService:
 
     def run_slice(self, seconds: float | None = None) -> None:
         """Decode for about `seconds` (default: the settings' slice), less when a reply is ready or there is no work."""
-        seconds = self.settings.slice_ms / 1000 if seconds is None else seconds
+        seconds = self._slice_ms / 1000 if seconds is None else seconds
         begin = self._clock()
         self._expire(begin)
         while self._jobs and not self._scheduler.idle:
@@ -245,6 +260,23 @@ class SpeechService:
             "waiting": self._scheduler.waiting,
             "voices": list(model.voices.names()),
             "limits": self.limits.model_dump(),
+            "precision": model.precision,
+            "device": model.device.type,
+            "threads": torch.get_num_threads(),
+            "codec_workers": self._scheduler.sound.workers,
+            "slice_ms": self._slice_ms,
+            "cache": self._describe_cache(),
+        }
+
+    def _describe_cache(self) -> dict[str, Any]:
+        cache, stats = self.model.cache, self.model.cache.stats()
+        return {
+            "max_bytes": cache.cache_max_bytes,
+            "max_entries": cache.cache_max_entries,
+            "audio_max_bytes": self._audio_cache.max_bytes,
+            "tiers": ["memory", *(tier.name for tier in cache.tiers)],
+            **asdict(stats),
+            "hit_rate": round(stats.hit_rate, 4),
         }
 
     # -- finished sound -----------------------------------------------------------------------------------------------
