@@ -248,6 +248,7 @@ class _Search:
     def _run_once(self, size: int, *, warm_up: bool) -> None:
         self._model.scheduler.batch_limit = size
         count = size if warm_up else len(self._texts)
+        ran_out = self._model.scheduler.out_of_memory
         begin = time.perf_counter()
         results = generate_speech_in_batches(
             self._texts[:count], self._model, size, self._voice, self._params[:count], cancel=self._cancel
@@ -256,6 +257,8 @@ class _Search:
         for result in results:
             if isinstance(result, ShoalError):
                 raise _as_memory_error(result)
+        if self._model.scheduler.out_of_memory > ran_out:  # the texts were spoken all the same, fewer at a time
+            raise OutOfMemoryError(f"memory ran out with {size} at a time")
         if not warm_up:
             self._rounds[size].append(seconds)
             self._audio_seconds[size] = sum(speech.seconds for speech in results)

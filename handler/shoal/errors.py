@@ -62,3 +62,11 @@ class DependencyError(ShoalError):
     """An optional package is missing; the message carries the command that installs it."""
 
     status = 500
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that the machine or its GPU has no memory left, in whichever of the ways there are."""
+    if isinstance(error, (MemoryError, OutOfMemoryError)) or type(error).__name__ == "OutOfMemoryError":  # torch's own
+        return True
+    words = str(error).lower()  # PyTorch's allocator for the CPU raises a plain RuntimeError
+    return isinstance(error, RuntimeError) and ("allocate memory" in words or "out of memory" in words)

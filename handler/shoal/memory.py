@@ -5,7 +5,9 @@ Knows what a row, a codec frame and a cached byte cost; knows nothing of request
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import gc
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,6 +93,16 @@ def memory_in_use(device: torch.device) -> int:
     import psutil  # where there is no /proc; needed for this alone
 
     return psutil.Process().memory_info().rss
+
+
+def give_memory_back(device: torch.device) -> None:
+    """Return what is free but held, by Python, PyTorch's allocator or the C library, to whom it came from."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    elif sys.platform.startswith("linux"):
+        with contextlib.suppress(OSError, AttributeError):  # another C library
+            ctypes.CDLL(None).malloc_trim(0)
 
 
 def _bytes_of_rows(model: FishSpeech, rows: int, frames: int) -> int:

@@ -15,10 +15,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from shoal.backoff import MemoryBackoff
 from shoal.engine import Engine, KVPrefix, Sequence
-from shoal.errors import CancelledError, CapacityError, OutOfMemoryError, ShoalError
+from shoal.errors import CancelledError, CapacityError, OutOfMemoryError, ShoalError, is_out_of_memory
 from shoal.features import Features
 from shoal.joining import pause_after
+from shoal.memory import give_memory_back
 from shoal.prompt import VoicePrompt, text_prompt
 from shoal.sampling import MAX_SEED
 from shoal.sounding import SoundMaker
@@ -59,18 +61,24 @@ class Scheduler:
         self._active: list[Utterance] = []  # in the order of submission, not yet done
         self._by_sequence: dict[Sequence, tuple[Utterance, Sentence]] = {}
         self._leaders: dict[str, Utterance] = {}  # by cache key: those that decode while equal ones may wait for them
+        self._backoff = MemoryBackoff(engine.batch_limit)
+        self.out_of_memory = 0  # times that it happened
         self._turn = 0
         self._decoding_s, self._decoded_frames = 0.0, 0
         self._lock = threading.RLock()
 
     @property
     def batch_limit(self) -> int:
-        """Rows that may decode at a time; can be changed while it runs, up to the engine's maximum."""
+        """Rows that may decode at a time; can be changed while it runs, up to the engine's maximum.
+
+        When memory has run out it is lower than what was set, for a while.
+        """
         return self._engine.batch_limit
 
     @batch_limit.setter
     def batch_limit(self, rows: int) -> None:
-        self._engine.batch_limit = max(1, min(rows, self._engine.max_batch_size))
+        self._backoff = MemoryBackoff(max(1, min(rows, self._engine.max_batch_size)))
+        self._engine.batch_limit = self._backoff.limit()
 
     @property
     def live(self) -> int:
@@ -137,15 +145,17 @@ class Scheduler:
         """Decode one frame for all rows, have the audio made that is due; returns the utterances that ended with it."""
         with self._lock:
             ended: list[Utterance] = []
+            self._engine.batch_limit = self._backoff.limit()
             try:
                 self._feed(ended)
                 for sequence in self._decode():
-                    self._sentence_decoded(sequence)
+                    self._sentence_decoded(sequence, ended)
                 self._sound(ended)
-            except (OutOfMemoryError, torch.OutOfMemoryError) as error:
-                ended += self._abort(OutOfMemoryError(f"out of memory: {error}; lower the batch limit"))
             except Exception as error:
-                ended += self._abort(ShoalError(f"decoding failed: {type(error).__name__}: {error}"))
+                if is_out_of_memory(error):
+                    ended += self._retry_with_fewer(error)
+                else:
+                    ended += self._abort(ShoalError(f"decoding failed: {type(error).__name__}: {error}"))
             for utterance in [u for u in self._active if u._sentences and all(s.sounded for s in u._sentences)]:
                 ended += self._complete(utterance)
             return ended
@@ -218,8 +228,16 @@ class Scheduler:
                     prefix=self._prefix(utterance),
                     seed=(utterance.seed + utterance._sentences.index(sentence) * _SEED_STEP) & MAX_SEED,
                 )
-            except ShoalError as error:  # this text and voice do not fit the model: nobody else's concern
-                self._fail(utterance, error)
+            except Exception as error:
+                if is_out_of_memory(error) and not sentence.retried:
+                    sentence.retried = True
+                    utterance._pending.appendleft(sentence)
+                    raise
+                if is_out_of_memory(error):
+                    error = OutOfMemoryError(f"out of memory, twice: {error}")
+                if not isinstance(error, ShoalError):
+                    raise
+                self._fail(utterance, error)  # this text and voice do not fit the model: nobody else's concern
                 ended.append(utterance)
                 continue
             self._by_sequence[sentence.sequence] = (utterance, sentence)
@@ -228,7 +246,7 @@ class Scheduler:
     def _prefix(self, utterance: Utterance) -> KVPrefix | None:
         return self._speech.voices.prefix(utterance.voice) if utterance.voice else utterance._shared_prefix
 
-    def _sentence_decoded(self, sequence: Sequence) -> None:
+    def _sentence_decoded(self, sequence: Sequence, ended: list[Utterance]) -> None:
         utterance, sentence = self._by_sequence.pop(sequence)
         sentence.codes = sequence.codes().numpy()
         if not utterance.request.audio:
@@ -237,7 +255,13 @@ class Scheduler:
         if sentence is first and others and not utterance.voice:
             # With no voice given the first sentence becomes the others' voice, so that the timbre stays the same.
             prompt = VoicePrompt((sentence.text,), (torch.from_numpy(sentence.codes),))
-            utterance._shared_prefix = self._speech.compute_prefix(prompt)
+            try:
+                utterance._shared_prefix = self._speech.compute_prefix(prompt)
+            except Exception as error:
+                kind = OutOfMemoryError if is_out_of_memory(error) else ShoalError
+                self._fail(utterance, error if isinstance(error, ShoalError) else kind(f"the next sentences: {error}"))
+                ended.append(utterance)
+                return
             utterance._pending.extend(others)
 
     def _due(self) -> list[tuple[Sentence, int]]:
@@ -275,7 +299,7 @@ class Scheduler:
                 collect_audio(utterance)
             else:
                 log.error("the codec failed for one request", exc_info=error)
-                kind = OutOfMemoryError if isinstance(error, (MemoryError, torch.OutOfMemoryError)) else ShoalError
+                kind = OutOfMemoryError if is_out_of_memory(error) else ShoalError
                 self._fail(utterance, kind(f"making the sound failed: {type(error).__name__}: {error}"))
                 ended.append(utterance)
 
@@ -352,6 +376,29 @@ class Scheduler:
             if sentence.sequence in self._by_sequence:
                 self._by_sequence[sentence.sequence] = (heir, sentence)
         self._leaders[heir.key] = heir
+
+    def _retry_with_fewer(self, error: BaseException) -> list[Utterance]:
+        """Memory ran out: give back what the batch took, and decode its sentences once more, half as many at a time.
+
+        A seed decides what a sentence becomes, so that a stream goes on where it was. Returns the utterances that end:
+        those for which this is the second time.
+        """
+        live, ended = self._engine.live, []
+        self.out_of_memory += 1
+        self._engine.abort()
+        self._engine.batch_limit = self._backoff.ran_out(live)
+        give_memory_back(self._speech.device)
+        log.warning("out of memory with %d rows: at most %d from now on (%s)", live, self._engine.batch_limit, error)
+        retries, self._by_sequence = list(self._by_sequence.values()), {}
+        for utterance, sentence in reversed(retries):
+            sentence.sequence = None
+            if not sentence.retried:
+                sentence.retried = True
+                utterance._pending.appendleft(sentence)
+            elif not utterance.done:
+                self._fail(utterance, OutOfMemoryError(f"out of memory, twice: {error}; lower the batch limit"))
+                ended.append(utterance)
+        return ended
 
     def _abort(self, error: ShoalError) -> list[Utterance]:
         """After an error that left the engine in an unknown state: everything in it fails, the next request works.

@@ -45,6 +45,7 @@ class Sentence:
     last: bool
     codes: np.ndarray | None = None  # (num_codebooks, frames) once finished
     sequence: Sequence | None = None
+    retried: bool = False  # decoded anew after memory ran out
     sounding: int = 0  # frames that have been given to the codec
     emitted: int = 0  # frames that have become audio
     audio: list[np.ndarray] = field(default_factory=list)  # made, not yet handed to the utterance

@@ -28,7 +28,9 @@ def model(tmp_path_factory):
 def rows_decoded(model, monkeypatch):
     """The number of live rows at the end of each step."""
     seen, step = [], model._engine._sample_frame
-    monkeypatch.setattr(model._engine, "_sample_frame", lambda hidden: (seen.append(len(hidden)), step(hidden)))
+    monkeypatch.setattr(
+        model._engine, "_sample_frame", lambda hidden, *rest: (seen.append(len(hidden)), step(hidden, *rest))
+    )
     return seen
 
 
@@ -83,10 +85,10 @@ def test_the_name_of_the_guide_returns_the_size_alone(model):
 def test_out_of_memory_ends_the_growth_and_the_model_works_on(model, monkeypatch):
     step = model._engine._sample_frame
 
-    def full(hidden):
+    def full(hidden, *rest):
         if len(hidden) > 2:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB")
-        step(hidden)
+        step(hidden, *rest)
 
     monkeypatch.setattr(model._engine, "_sample_frame", full)
     found = search(model, TEXTS, candidates=(1, 2, 4, 8), repeats=2, params=SHORT)
@@ -98,7 +100,7 @@ def test_out_of_memory_ends_the_growth_and_the_model_works_on(model, monkeypatch
 
 
 def test_where_not_even_one_fits_it_says_so(model, monkeypatch):
-    def full(hidden):
+    def full(*_):
         raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")
 
     monkeypatch.setattr(model._engine, "_sample_frame", full)
