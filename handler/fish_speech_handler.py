@@ -21,6 +21,7 @@ from shoal.serving.service import SpeechService
 from shoal.speech import FishSpeech
 
 logger = logging.getLogger(__name__)
+requests_log = logging.getLogger("shoal.requests")  # a JSON object per request
 
 _handler: _Handler | None = None
 
@@ -55,7 +56,11 @@ class _Handler:
         if (limits := self.control.poll(now=not self.service.pending)) is not None:
             self.service.apply(limits)
         out = self._slice(data, ctx) if self.continuous else self._batch(data, ctx)
-        self.metrics.emit(self.service.take_records())
+        records = self.service.take_records()
+        for record in records:
+            requests_log.info("%s", record.to_json())
+        self.metrics.emit(records)
+        self.metrics.emit_state(self.service.state)
         return out
 
     def _slice(self, data: list[dict[str, Any]], ctx: Any) -> list[bytes]:

@@ -91,6 +91,11 @@ class Scheduler:
         return self._engine.waiting + sum(len(u._pending) for u in self._active)
 
     @property
+    def frames(self) -> int:
+        """Decoded so far, of all rows."""
+        return self._decoded_frames
+
+    @property
     def idle(self) -> bool:
         return not self._active
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import re
 import time
 import wave
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 import requests
 import soundfile as sf
+import yaml
 from shoal.archive import build_archive
 from shoal.project import project_root
 from shoal.random_checkpoint import write_random_checkpoint
@@ -296,13 +298,49 @@ def test_a_reply_above_torchserves_default_of_6_5_mb_arrives(server):
 def test_it_tells_about_itself_and_counts(server):
     told = info(server)
     assert told["engine"] == "shoal" and told["max_batch_size"] == 16
+    assert told["cache"]["tiers"] == ["memory"] and told["cache"]["misses"] > 0 and told["precision"] == "float32"
+
+
+def test_every_declared_metric_is_scraped(server):
+    config = yaml.safe_load((project_root() / "handler" / "metrics.yaml").read_text(encoding="utf-8"))
+    names = {
+        m["name"] for metrics in config["model_metrics"].values() for m in metrics if m["name"].startswith("shoal")
+    }
+    assert len(names) > 15
+    bodies = [request("Counted."), request("Counted."), {"text": ""}]  # decoded, remembered, refused
+    deadline = time.monotonic() + 20
+    while True:
+        for body in bodies:  # states are told once a second, by a call that has work
+            post(server, body)
+        text = requests.get(server.metrics_url, timeout=10).text
+        samples = {line.split("{")[0].split(" ")[0] for line in text.splitlines() if not line.startswith("#")}
+        missing = {name for name in names if name not in samples and f"{name}_bucket" not in samples}
+        if not missing:
+            break
+        assert time.monotonic() < deadline, missing
+    assert re.search(r'shoal_requests_total\{ModelName="fish_speech",Outcome="rejected",Status="400"', text)
+    assert re.search(r'shoal_cache_tier_hits_total\{ModelName="fish_speech",Tier="memory".*\} [1-9]', text)
+    assert re.search(r"shoal_frames_total\{.*\} [1-9]", text)
+
+
+def test_the_log_has_a_json_line_per_request_and_no_text(server):
+    secret = "Nobody may read this."
+    assert post(server, request(secret)).status_code == 200
+    assert post(server, request(secret, temperature=99)).status_code == 400
     deadline = time.monotonic() + 10
-    while 'shoal_requests_total{ModelName="fish_speech",Outcome="ok"' not in (
-        text := requests.get(server.metrics_url, timeout=10).text
-    ):
-        assert time.monotonic() < deadline, text
+    while True:
+        log = (server.log_dir / "model_log.log").read_text(encoding="utf-8")
+        found = [
+            json.loads(line[line.index('{"event"') :]) for line in log.splitlines() if '{"event": "request"' in line
+        ]
+        if {"ok", "rejected"} <= {record["outcome"] for record in found if record["seconds"] >= 0}:
+            break
+        assert time.monotonic() < deadline, log[-2000:]
         time.sleep(0.5)
-    assert "shoal_first_audio_seconds_bucket" in text
+    assert secret not in log
+    ok = next(record for record in reversed(found) if record["outcome"] == "ok")
+    assert ok["status"] == 200 and ok["characters"] == len(secret) and ok["request_id"] and ok["audio_seconds"] > 0
+    assert next(r for r in reversed(found) if r["outcome"] == "rejected")["error"] == "invalid_request_error"
 
 
 def test_classic_mode_answers_a_batch_in_one_call(checkpoint, tmp_path):

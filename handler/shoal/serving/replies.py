@@ -71,9 +71,14 @@ def presentable(exc: BaseException, request_id: str) -> ShoalError:
     return ShoalError(f"internal error {error_id}; the server's log tells more under this id")
 
 
+def kind_of(error: ShoalError) -> str:
+    """The `type` of an error in replies and logs."""
+    return next((name for known, name in _TYPES if isinstance(error, known)), "internal_error")
+
+
 def error_body(error: ShoalError, *, openai: bool = False) -> dict[str, Any]:
     """The JSON object of an error. OpenAI's clients look for an "error" object, so their route gets one besides."""
-    kind = next((name for known, name in _TYPES if isinstance(error, known)), "internal_error")
+    kind = kind_of(error)
     fields: dict[str, Any] = {"code": error.status, "type": kind, "message": str(error)}
     if openai:
         fields["error"] = {"message": str(error), "type": kind, "code": None, "param": None}

@@ -21,13 +21,14 @@ import torch
 from shoal.audio_cache import AudioCache
 from shoal.caching import WarmUp, warm_up
 from shoal.errors import CancelledError, CapacityError, RequestTimeoutError, ShoalError
+from shoal.memory import memory_in_use
 from shoal.sampling import SamplingParams
 from shoal.scheduler import SpeechRequest, Utterance
 from shoal.serving.audio import CONTENT_TYPES, StreamEncoder, decode_reference, encode_audio
 from shoal.serving.control import LiveLimits
 from shoal.serving.limits import HandlerSettings
-from shoal.serving.metrics import RequestRecord
-from shoal.serving.replies import Reply, error_reply, presentable, sse_delta, sse_done, sse_error
+from shoal.serving.metrics import RequestRecord, ServiceState
+from shoal.serving.replies import Reply, error_reply, kind_of, presentable, sse_delta, sse_done, sse_error
 from shoal.serving.schema import INFO_PATH, TTSRequest, is_openai_path, parse_request
 
 if TYPE_CHECKING:
@@ -56,6 +57,7 @@ class _Job:
     samples: int = 0  # of audio that came out so far
     started: bool = False  # a part of the reply has left: status and headers are fixed
     first_audio: float | None = None
+    first_row: float | None = None  # when its first sentence began to decode
 
 
 class SpeechService:
@@ -124,8 +126,6 @@ class SpeechService:
         except Exception as exc:
             self._reject(request_id, exc, now, openai)
             return
-        if self.settings.log_texts:
-            logger.info("request %s: %d characters: %r", request_id, len(request.text), request.text[:200])
         job = _Job(request, utterance, openai, streams, now, now + self.limits.max_seconds)
         if not self._answer_at_once(request_id, job):
             self._jobs[request_id] = job
@@ -209,6 +209,8 @@ class SpeechService:
         """Move streamed audio out of the scheduler; True when a stream has got its first."""
         first = False
         for job in self._jobs.values():
+            if job.first_row is None and job.utterance.batch_size:
+                job.first_row = self._clock()
             if job.streams and len(audio := job.utterance.take_audio()):
                 job.ready.append(audio)
                 if job.first_audio is None:
@@ -245,6 +247,23 @@ class SpeechService:
         """The requests that ended since the last call."""
         records, self._records = self._records, []
         return records
+
+    def state(self) -> ServiceState:
+        """What it holds and has done, for metrics."""
+        scheduler, cache, stats = self._scheduler, self.model.cache, self.model.cache.stats()
+        held = {"memory": stats.bytes, "audio": self._audio_cache.nbytes, "voices": self.model.voices.nbytes}
+        held |= {tier.name: tier.nbytes for tier in cache.tiers if hasattr(tier, "nbytes")}
+        return ServiceState(
+            live_rows=scheduler.live,
+            waiting=scheduler.waiting,
+            batch_limit=scheduler.batch_limit,
+            frames=scheduler.frames,
+            out_of_memory=scheduler.out_of_memory,
+            cache_bytes=held,
+            cache_hits={"memory": stats.hits - sum(stats.tier_hits.values()), **stats.tier_hits},
+            cache_evictions=stats.evictions,
+            memory_bytes=memory_in_use(self.model.device),
+        )
 
     def describe(self) -> dict[str, Any]:
         """What serves here, for people and dashboards: no paths."""
@@ -371,14 +390,15 @@ class SpeechService:
     # -- failures -----------------------------------------------------------------------------------------------------
 
     def _reject(self, request_id: str, exc: Exception, admitted: float, openai: bool) -> None:
-        reply = error_reply(presentable(exc, request_id), openai=openai)
-        self._replies[request_id] = reply
-        self._records.append(RequestRecord(request_id, "rejected", reply.status, self._clock() - admitted))
+        error = presentable(exc, request_id)
+        reply = self._replies[request_id] = error_reply(error, openai=openai)
+        seconds = self._clock() - admitted
+        self._records.append(RequestRecord(request_id, "rejected", reply.status, seconds, error=kind_of(error)))
 
     def _failure(self, request_id: str, job: _Job, exc: BaseException) -> Reply:
         """The last reply of a request that failed; once its stream has begun, only the end of the stream can tell."""
         error = presentable(exc, request_id)
-        self._record(request_id, job, "failed", error.status)
+        self._record(request_id, job, "failed", error.status, error=kind_of(error))
         if not job.started:
             return error_reply(error, openai=job.openai)
         logger.warning("request %s: its stream ends early: %s", request_id, error)
@@ -411,7 +431,15 @@ class SpeechService:
                 self._replies[request_id] = self._failure(request_id, job, exc)
                 del self._jobs[request_id]
 
-    def _record(self, request_id: str, job: _Job, outcome: str, status: int, speech: Speech | None = None) -> None:
+    def _record(
+        self,
+        request_id: str,
+        job: _Job,
+        outcome: str,
+        status: int,
+        speech: Speech | None = None,
+        error: str | None = None,
+    ) -> None:
         now = self._clock()
         first = job.first_audio if job.first_audio is not None else now if speech is not None else None
         self._records.append(
@@ -421,8 +449,13 @@ class SpeechService:
                 status,
                 now - job.admitted,
                 None if first is None else first - job.admitted,
+                None if job.first_row is None else job.first_row - job.admitted,
                 speech.seconds if speech is not None else job.samples / self.model.sample_rate,
                 job.utterance.batch_size,
                 job.utterance.cache_hit,
+                job.streams,
+                len(job.request.text),
+                error,
+                job.request.text[:200] if self.settings.log_texts else None,
             )
         )
