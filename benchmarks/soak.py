@@ -5,7 +5,7 @@
 Clients send, in a mix drawn from a seed: valid requests (whole, streamed, repeated, with a voice of their own), wrong
 ones (empty text, values out of range, broken JSON, a reference that is no audio) and ones that hang up in the middle
 of a stream. Every answer is checked against what was sent. Every few seconds the server's processes are looked at:
-resident memory, threads, open files, live rows. After a warm-up (a quarter of the time) the memory of the model's worker
+resident memory, threads, open files, live rows. After a warm-up (a quarter of the time) the memory of the worker
 may grow by 2% (`--growth`), and at the end nothing may be live or left open. Ends in one JSON line; exit status 1 if a
 promise was broken.
 """
