@@ -18,6 +18,7 @@ import os
 import statistics
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -25,7 +26,7 @@ from typing import Annotated, Any
 import typer
 
 from benchmarks import common
-from benchmarks.guide_strategies import STRATEGIES, Job, encode_voice
+from benchmarks.guide_strategies import STRATEGIES, Job, encode_voice, measure
 from benchmarks.texts import repeated, workloads
 
 # Seconds for a hundred texts as the guide gives them, on a GPU that it does not name.
@@ -89,6 +90,47 @@ def main(
     content = {"results": results, "verdicts": verdicts, "texts": texts, "rounds": rounds, "zipf": zipf, "batch": batch}
     content |= {"checkpoint": directory.name, "dtype": dtype, "ours": ours or dtype, "threads": threads}
     print(common.closing_line("guide_tables", **content, device=device, voice=bool(spoken)))
+
+
+def compare_here(
+    texts: list[str],
+    checkpoint: Path,
+    *,
+    strategies: Sequence[str] = STRATEGIES,
+    batch: int = 8,
+    device: str = "cpu",
+    max_new_tokens: int = 128,
+    warm_up: int = 4,
+    report: Callable[[str], None] | None = None,
+    cancelled: Callable[[], bool] | None = None,
+) -> dict[str, dict[str, Any]]:
+    """The strategies once, in this process: a small run for a notebook, quick rather than exact.
+
+    Args:
+        report: called with the strategy that is about to run.
+        cancelled: asked before each; true ends with those that have run.
+
+    Returns:
+        strategy -> its figures, as in the tables; `ratio` is to the first strategy, by work per second of sound.
+    """
+    table: dict[str, dict[str, Any]] = {}
+    for strategy in strategies:
+        if cancelled and cancelled():
+            break
+        if report:
+            report(strategy)
+        threads = os.cpu_count() or 1
+        job = Job(
+            strategy, str(checkpoint), texts, batch, threads, device, "float32" if device == "cpu" else "bfloat16",
+            max_new_tokens, None, seed=0, warm_up=warm_up,
+        )  # fmt: skip
+        row = measure(job)
+        row["rtf"] = row["seconds"] / row["audio_seconds"]
+        table[strategy] = row
+    first = next(iter(table.values()), None)
+    for row in table.values():
+        row["ratio"] = first["rtf"] / row["rtf"]
+    return table
 
 
 def _run(job: Job) -> dict[str, Any]:

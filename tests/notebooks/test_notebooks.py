@@ -29,7 +29,8 @@ def kernel(tmp_path_factory):
 
 
 def test_there_are_notebooks():
-    assert {"01_gpu_check", "02_baseline", "03_batching", "04_dynamic_batching", "05_caching"} <= set(NAMES)
+    first = {"01_gpu_check", "02_baseline", "03_batching", "04_dynamic_batching", "05_caching", "06_pipeline"}
+    assert first <= set(NAMES)
 
 
 def test_committed_without_output():
@@ -109,3 +110,16 @@ def test_repeats_come_from_the_cache_also_after_a_kernel_restart(smoke, kernel):
         notebook.move("entries at most", 0)
         notebook.click("Send requests")
         assert notebook.cell("await panel.state.wait(); print(panel.state.stats.entries)").strip() == "0"
+
+
+def test_the_guides_strategies_and_scenarios_are_measured(smoke, kernel):
+    with kernel.run("06_pipeline", CHECKPOINT=smoke, MAX_NEW_TOKENS=12, COUNT=4, SCENARIO_TEXTS=2) as notebook:
+        assert "all right" in notebook.text() and "times as fast as" in notebook.text()
+        table = notebook.cell("print(table_job.result.value)")
+        ways = int(notebook.cell("print(len(strategies))"))
+        assert ways in (3, 4) and table.count("<tr>") == 1 + ways
+        assert notebook.cell("print(scenario_job.result.value.count('audiobook'))").strip() == "2"
+        notebook.click("Measure the strategies")
+        notebook.cell("import asyncio\nwhile not table_job.job.running: await asyncio.sleep(0.01)")
+        notebook.cell("table_job.cancel_button.click(); await table_job.wait()")
+        assert notebook.cell("print(table_job.status.value)").strip() == "cancelled"

@@ -51,15 +51,17 @@ class CacheState(Job):
         """Ask for `count` texts, some of them again and again, one after the other."""
         before, asked = self.model.cache.stats(), []
         made: dict[str, Speech] = {}
+        heard: list[tuple[str, Speech]] = []
         for text in zipf_requests(self.texts, self.count, self.exponent, seed=1):
             self.check()
             begin = time.perf_counter()
             speech = self.model.synthesize(text, params=self.params)
             asked.append(Asked(text, time.perf_counter() - begin, speech.cache_hit))
-            if speech.cache_hit and text in made and not self.takes:
-                takes = [("decoded, the first time", made[text]), ("from the cache, later", speech)]
-                self.post(takes=takes)
-            made.setdefault(text, speech)
+            if speech.cache_hit and text in made and not heard:
+                heard = [("decoded, the first time", made[text]), ("from the cache, later", speech)]
+                self.post(takes=heard)
+            if not speech.cache_hit:
+                made.setdefault(text, speech)
             self.post(
                 asked=list(asked),
                 stats=_since(self.model.cache.stats(), before),

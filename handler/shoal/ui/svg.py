@@ -47,7 +47,7 @@ def line_chart(
         along = (math.log2(x / low) / (math.log2(high / low) or 1)) if log_x else (x - low) / ((high - low) or 1)
         return _LEFT + along * (_WIDTH - _LEFT - _RIGHT), _HEIGHT - _BOTTOM - y / highest * (_HEIGHT - _TOP - _BOTTOM)
 
-    ticks = sorted(set(xs)) if log_x else [low + (high - low) * i / 5 for i in range(6)]
+    ticks = sorted(set(xs)) if log_x else _ticks(low, high)
     parts = [_open(title, _HEIGHT), _axes(place, ticks, highest, x_label, y_label), _legend(list(series))]
     for i, line in enumerate(series.values()):
         colour, dash = COLOURS[i % len(COLOURS)], DASHES[i % len(DASHES)]
@@ -73,7 +73,7 @@ def dot_chart(title: str, series: Mapping[str, Points], x_label: str, y_label: s
             _HEIGHT - _BOTTOM - y / highest * (_HEIGHT - _TOP - _BOTTOM),
         )
 
-    ticks = [high * i / 5 for i in range(6)]
+    ticks = _ticks(0.0, high)
     parts = [_open(title, _HEIGHT), _axes(place, ticks, highest, x_label, y_label), _legend(list(series), dots=True)]
     for i, dots in enumerate(series.values()):
         parts += [_mark(*place(x, y), i) for x, y in dots]
@@ -90,10 +90,11 @@ def span_chart(title: str, spans: Sequence[tuple[float, float, int]], names: Seq
     high = max((end for _, end, _ in spans), default=1.0) or 1.0
     height = _TOP + row * len(spans) + _BOTTOM
     parts = [_open(title, height), _legend(list(names), dots=True, square=True)]
-    for i in range(6):
-        x = 8 + i / 5 * (_WIDTH - 24)
-        parts.append(f'<line x1="{x}" x2="{x}" y1="{_TOP}" y2="{height - _BOTTOM}" stroke="{LINE}"/>')
-        parts.append(_tick(x, height - _BOTTOM + 16, high * i / 5, "middle" if 0 < i < 5 else ("start", "end")[i > 0]))
+    for tick in _ticks(0.0, high):
+        x = 8 + tick / high * (_WIDTH - 24)
+        anchor = "start" if tick == 0 else "middle" if x < _WIDTH - 30 else "end"
+        parts.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{_TOP}" y2="{height - _BOTTOM:.1f}" stroke="{LINE}"/>')
+        parts.append(_tick(x, height - _BOTTOM + 16, tick, anchor))
     for i, (begin, end, kind) in enumerate(spans):
         x, width = 8 + begin / high * (_WIDTH - 24), max(1.5, (end - begin) / high * (_WIDTH - 24))
         y, colour = _TOP + i * row, COLOURS[kind % len(COLOURS)]
@@ -115,8 +116,7 @@ def _open(title: str, height: float) -> str:
 
 def _axes(place, ticks: Sequence[float], highest: float, x_label: str, y_label: str) -> str:
     parts = []
-    for i in range(6):
-        value = highest * i / 5
+    for value in _ticks(0.0, highest):
         _, y = place(ticks[0], value)
         parts.append(f'<line x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}" stroke="{LINE}"/>')
         parts.append(_tick(_LEFT - 6, y + 4, value, "end"))
@@ -165,6 +165,13 @@ def _mark(x: float, y: float, kind: int) -> str:
 def _tick(x: float, y: float, value: float, anchor: str) -> str:
     shown = f"{value:.3g}" if abs(value) < 1000 else f"{value:,.0f}"
     return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-size="11" fill="{FAINT_INK}">{shown}</text>'
+
+
+def _ticks(low: float, high: float) -> list[float]:
+    """Four to ten round numbers from `low` to `high` at most."""
+    step = _nice((high - low) / 8)
+    first = math.ceil(low / step - 1e-9)
+    return [i * step for i in range(first, math.floor(high / step + 1e-9) + 1)]
 
 
 def _nice(value: float) -> float:

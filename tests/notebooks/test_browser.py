@@ -1,0 +1,176 @@
+"""A real browser opens the notebooks in JupyterLab, runs them, moves sliders, presses buttons, listens and looks.
+
+SHOAL_SCREENSHOTS=DIR keeps the screenshots there. CHECKPOINT=DIR runs on that checkpoint instead of random weights.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+from shoal.random_checkpoint import write_random_checkpoint
+
+from tests.notebooks.driver import NOTEBOOKS
+from tests.notebooks.lab import LOOKED_FOR, LabPage, browser, copy_notebook, find_chromium, jupyter_lab
+
+CHROMIUM = find_chromium()
+THEMES = {"light": "JupyterLab Light", "dark": "JupyterLab Dark"}
+PARAMETERS = {
+    "04_dynamic_batching": {"REQUESTS": 8, "RATE": 20.0},
+    "05_caching": {"REQUESTS": 12},
+    "08_torchserve": {},
+}
+pytestmark = [
+    pytest.mark.notebook,
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        CHROMIUM is None, reason=f"no browser: none of {', '.join(LOOKED_FOR)} is installed (apt install chromium)"
+    ),
+]
+sync_api = pytest.importorskip("playwright.sync_api", reason='no Playwright: pip install "shoal[test]"')
+expect = sync_api.expect
+expect.set_options(timeout=60_000)
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory):
+    folder, state = tmp_path_factory.mktemp("notebooks"), tmp_path_factory.mktemp("lab")
+    checkpoint = os.environ.get("CHECKPOINT") or str(write_random_checkpoint(tmp_path_factory.mktemp("smoke")))
+    for name, parameters in PARAMETERS.items():
+        if (NOTEBOOKS / f"{name}.ipynb").exists():
+            shorter = {} if os.environ.get("CHECKPOINT") else {"MAX_NEW_TOKENS": 30}
+            copy_notebook(name, folder, {"CHECKPOINT": checkpoint, **shorter, **parameters})
+    with jupyter_lab(folder, state, SHOAL_STATE_DIR=str(state / "server"), OMP_NUM_THREADS="1") as address:
+        yield address
+
+
+@pytest.fixture(scope="module")
+def chromium():
+    with browser(CHROMIUM) as chromium:
+        yield chromium
+
+
+@pytest.fixture
+def opened(lab, chromium):
+    """Opens a notebook by name and runs it from top to bottom."""
+    pages = []
+
+    def open_and_run(name: str) -> LabPage:
+        page = chromium.new_page(viewport={"width": 1280, "height": 1000})
+        page.set_default_timeout(60_000)
+        pages.append(page)
+        notebook = LabPage(page, lab, name)
+        notebook.run_all()
+        assert notebook.errors() == []
+        expect(notebook.notebook.get_by_text("all right").first).to_be_visible()
+        return notebook
+
+    yield open_and_run
+    for page in pages:
+        page.evaluate("async () => { await window.jupyterapp.shell.currentWidget.sessionContext.shutdown(); }")
+        page.close()
+
+
+@pytest.fixture
+def pictures(tmp_path):
+    folder = Path(os.environ.get("SHOAL_SCREENSHOTS") or tmp_path)
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def move_slider(notebook: LabPage, name: str, key: str) -> tuple[str, str]:
+    """Press a key on the slider beside the number box of that name; the box's values before and after."""
+    box = notebook.notebook.get_by_label(name, exact=True).first
+    before = box.input_value()
+    row = box.locator("xpath=ancestor::*[contains(@class, 'widget-hbox')][1]")
+    row.get_by_role("slider").first.press(key)
+    expect(box).not_to_have_value(before)
+    return before, box.input_value()
+
+
+def listen(notebook: LabPage) -> None:
+    """Play, switch to the second take while it plays, stop; loudness is never touched."""
+    player = notebook.notebook.locator(".shoal-ab").last
+    player.scroll_into_view_if_needed()
+    player.get_by_role("button", name="play").click()
+    expect(player.get_by_role("button", name="pause")).to_be_visible()
+    player.get_by_role("button", name="pause").press("2")
+    expect(player.get_by_role("radio").nth(1)).to_be_checked()
+    sounds = player.locator("audio").evaluate_all(
+        "all => all.map(a => ({volume: a.volume, muted: a.muted, seconds: a.duration, paused: a.paused}))"
+    )
+    assert len(sounds) >= 2 and all(s["volume"] == 1 and not s["muted"] and s["seconds"] > 0.05 for s in sounds)
+    assert sounds[0]["paused"], "one take is heard at a time"
+    place = player.get_by_label("position")
+    expect(place).to_have_attribute("aria-valuetext", re.compile(r"\d s of \d"))
+
+
+def look(notebook: LabPage, name: str, folder: Path) -> None:
+    """A picture in both themes; all text of plots, tables and panels stands out from what is behind it."""
+    cells = notebook.notebook.locator(".jp-Cell")
+    tops = [box["y"] for box in (cells.first.bounding_box(), cells.last.bounding_box())]
+    notebook.page.set_viewport_size({"width": 1280, "height": min(6000, round(tops[1] - tops[0]) + 400)})
+    cells.first.scroll_into_view_if_needed()
+    for theme, title in THEMES.items():
+        notebook.use_theme(title)
+        taken = notebook.page.screenshot(path=folder / f"{name}-{theme}.png", animations="disabled")
+        assert len(taken) > 20_000
+        for selector in (".jp-Notebook svg[role=img] text", ".jp-Notebook td", ".shoal-ab label", ".shoal-status"):
+            ratios = notebook.contrasts(selector)
+            assert all(ratio >= 3 for ratio in ratios), (theme, selector, min(ratios))
+        assert notebook.contrasts(".jp-Notebook svg[role=img] text"), "there is a plot with words"
+
+
+def test_requests_are_sent_and_cancelled(opened, pictures):
+    notebook = opened("04_dynamic_batching")
+    before, after = move_slider(notebook, "batch capacity", "ArrowLeft")
+    assert int(after) < int(before)
+    notebook.button("Send requests").click()
+    expect(notebook.button("Send requests")).to_be_disabled()
+    expect(notebook.button("Send requests")).to_be_enabled()
+    status = notebook.notebook.get_by_role("status")
+    expect(status).to_have_text("done")
+    notebook.notebook.get_by_label("requests", exact=True).fill("200")
+    notebook.notebook.get_by_label("requests a second", exact=True).fill("2")
+    notebook.notebook.get_by_label("requests a second", exact=True).press("Enter")
+    notebook.button("Send requests").press("Enter")  # by keyboard
+    expect(status).to_have_text(re.compile("answered"))
+    notebook.button("Cancel").click()
+    expect(status).to_have_text("cancelled")
+    expect(notebook.notebook.locator("svg[aria-label*='requests are answered']")).to_be_visible()
+    listen(notebook)
+    look(notebook, "04_dynamic_batching", pictures)
+
+
+def test_the_cache_is_filled_bounded_and_cleared(opened, pictures):
+    notebook = opened("05_caching")
+    before, after = move_slider(notebook, "entries at most", "ArrowRight")
+    assert int(after) == int(before) + 1
+    status = notebook.notebook.get_by_role("status")
+    notebook.button("Clear the cache").click()
+    expect(status).to_have_text("done")
+    notebook.button("Send requests").click()
+    expect(status).to_have_text(re.compile("of 12 requests"))
+    expect(status).to_have_text("done")
+    expect(notebook.notebook.locator("svg[aria-label*='come from the cache']")).to_be_visible()
+    listen(notebook)
+    look(notebook, "05_caching", pictures)
+    requests = notebook.notebook.get_by_label("requests", exact=True)
+    requests.fill("500")
+    requests.press("Enter")
+    notebook.button("Clear the cache").click()
+    notebook.button("Send requests").click()
+    expect(status).to_have_text(re.compile("of 500 requests"))
+    notebook.button("Cancel").click()
+    expect(status).to_have_text("cancelled")
+    notebook.restart_and_run_all()
+    assert notebook.errors() == []
+    expect(status).to_have_text("done")
+
+
+@pytest.mark.skipif(not (NOTEBOOKS / "08_torchserve.ipynb").exists(), reason="there is no notebook 08 yet")
+def test_a_server_is_started_tuned_and_stopped(opened, pictures):
+    notebook = opened("08_torchserve")
+    look(notebook, "08_torchserve", pictures)
