@@ -133,6 +133,20 @@ def test_plain_text_in_any_language(server):
         assert len(samples_of(reply)) > 0
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+def test_speed_changes_the_length(server, streaming):
+    usual, slow = (post(server, request("Slowly now.", speed=s, format="pcm", streaming=streaming)) for s in (1.0, 0.5))
+    assert usual.status_code == slow.status_code == 200
+    assert len(slow.content) == pytest.approx(2 * len(usual.content), abs=8)
+    body = {"input": "Slowly now.", "voice": "alloy", "response_format": "pcm", "speed": 2, "seed": 1}
+    assert post(server, body, path="/1.0/v1/audio/speech").status_code == 200
+
+
+def test_loudness_is_set(server):
+    quiet, loud = (post(server, request("Louder, please.", loudness=level)) for level in (-40, -20))
+    assert np.abs(samples_of(loud).astype(int)).max() > 3 * np.abs(samples_of(quiet).astype(int)).max()
+
+
 @pytest.mark.parametrize("fmt", ["pcm", "flac", "mp3", "opus"])
 def test_the_other_formats(server, fmt):
     reply = post(server, request(format=fmt))

@@ -14,6 +14,7 @@ import soundfile as sf
 import soxr
 
 from shoal.errors import RequestError, TooLargeError
+from shoal.serving.effects import Tempo, set_loudness
 
 CONTENT_TYPES = {
     "wav": "audio/wav",
@@ -51,14 +52,27 @@ def to_int16(audio: np.ndarray) -> np.ndarray:
     return np.rint(np.clip(np.nan_to_num(audio, nan=0.0), -1.0, 1.0) * 32767.0).astype("<i2")
 
 
-def encode_audio(audio: np.ndarray, sample_rate: int, fmt: str, rate: int | None = None) -> tuple[bytes, str]:
+def encode_audio(
+    audio: np.ndarray,
+    sample_rate: int,
+    fmt: str,
+    rate: int | None = None,
+    *,
+    speed: float = 1.0,
+    loudness: float | None = None,
+) -> tuple[bytes, int]:
     """Encode a whole utterance.
 
-    audio: (samples,) float32 at `sample_rate`; rate: Hz wanted in the reply, None for the same. Returns the bytes
-    and their content type.
+    audio: (samples,) float32 at `sample_rate`; rate: Hz wanted in the reply, None for the same; loudness: LUFS, None as
+    it is. Returns the bytes and the number of samples (at `sample_rate`) that are in them.
     """
+    if speed != 1.0:
+        tempo = Tempo(sample_rate, speed)
+        audio = np.concatenate([tempo.push(audio), tempo.finish()])
+    if loudness is not None:
+        audio = set_loudness(audio, sample_rate, loudness)
     encoder = StreamEncoder(fmt, sample_rate, rate, total_samples=len(audio))
-    return encoder.push(audio) + encoder.finish(), CONTENT_TYPES[fmt]
+    return encoder.push(audio) + encoder.finish(), len(audio)
 
 
 class StreamEncoder:
@@ -68,8 +82,18 @@ class StreamEncoder:
     "unknown", and players show no duration. `push` may return b"" where an encoder gathers more before it writes.
     """
 
-    def __init__(self, fmt: str, sample_rate: int, rate: int | None = None, total_samples: int | None = None) -> None:
+    def __init__(
+        self,
+        fmt: str,
+        sample_rate: int,
+        rate: int | None = None,
+        total_samples: int | None = None,
+        *,
+        speed: float = 1.0,
+    ) -> None:
         self.content_type = CONTENT_TYPES[fmt]
+        self._tempo = Tempo(sample_rate, speed) if speed != 1.0 else None
+        self.samples = 0  # at the model's rate, of what has been pushed and had its tempo changed
         self.rate = output_rate(fmt, rate or sample_rate)
         self._resampler = None
         if self.rate != sample_rate:
@@ -91,11 +115,17 @@ class StreamEncoder:
 
     def push(self, audio: np.ndarray) -> bytes:
         """(samples,) float32 at the model's rate -> the bytes that became ready."""
-        return self._write(np.asarray(audio, dtype=np.float32), last=False)
+        audio = np.asarray(audio, dtype=np.float32)
+        if self._tempo is not None:
+            audio = self._tempo.push(audio)
+        self.samples += len(audio)
+        return self._write(audio, last=False)
 
     def finish(self) -> bytes:
         """The rest of the bytes. The encoder cannot be used afterwards."""
-        out = self._write(np.zeros(0, dtype=np.float32), last=True)
+        rest = self._tempo.finish() if self._tempo is not None else np.zeros(0, dtype=np.float32)
+        self.samples += len(rest)
+        out = self._write(rest, last=True)
         if self._sink is not None:
             self._file.close()
             out += self._sink.take()

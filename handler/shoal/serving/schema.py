@@ -14,12 +14,23 @@ import re
 from collections.abc import Collection
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+from typing_extensions import Self
 
 from shoal.errors import RequestError, TooLargeError
 from shoal.serving.limits import Limits
 
 AudioFormat = Literal["wav", "pcm", "flac", "mp3", "opus"]
+Speed = Annotated[float, Field(ge=0.25, le=4.0, allow_inf_nan=False)]  # OpenAI's bounds
 SampleRate = Literal[8000, 11025, 12000, 16000, 22050, 24000, 32000, 44100, 48000]
 
 # A voice is looked up by name in a table, never joined to a path; the pattern keeps names printable all the same.
@@ -120,6 +131,14 @@ class TTSRequest(BaseModel):
     chunk_length: int = Field(200, ge=50, le=1000, description="Bytes of UTF-8 per sentence chunk, about.")
     normalize: bool = Field(True, description="Accepted for upstream's clients; texts are always cleaned.")
     use_memory_cache: Literal["on", "off"] = Field("on", description="off: neither look up nor keep the result.")
+    speed: Speed = Field(1.0, description="Tempo; the pitch stays. 2 is twice as fast.")
+    loudness: float | None = Field(
+        None,
+        ge=-50,
+        le=-5,
+        allow_inf_nan=False,
+        description="LUFS of a whole reply, as near as full scale allows; not with streaming.",
+    )
     # Fish Audio's clients send these; the encoders here choose their own rates, so they have no effect.
     mp3_bitrate: int | None = None
     opus_bitrate: int | None = None
@@ -148,6 +167,12 @@ class TTSRequest(BaseModel):
             raise ValueError("cannot be given together with reference_id; send one of the two")
         return value
 
+    @model_validator(mode="after")
+    def _loudness(self) -> Self:
+        if self.loudness is not None and (self.streaming or self.stream_format == "sse"):
+            raise ValueError("loudness is measured over the whole sound: ask for it without streaming")
+        return self
+
     @field_validator("max_new_tokens")
     @classmethod
     def _frames(cls, value: int, info: ValidationInfo) -> int:
@@ -165,7 +190,7 @@ class OpenAISpeechRequest(BaseModel):
     input: str
     voice: VoiceName | None = None
     response_format: AudioFormat = "mp3"
-    speed: float = Field(1.0, allow_inf_nan=False)
+    speed: Speed = 1.0
     stream_format: Literal["audio", "sse"] | None = None
     model: str | None = None
     instructions: str | None = None
@@ -179,13 +204,6 @@ class OpenAISpeechRequest(BaseModel):
             raise TooLargeError(f"input has {len(value)} characters, {limit} are allowed; split it")
         return check_text(value, "input")
 
-    @field_validator("speed")
-    @classmethod
-    def _speed(cls, value: float) -> float:
-        if value != 1.0:
-            raise ValueError("only 1.0 is supported; change the tempo of the audio on your side")
-        return value
-
     def to_tts(self, voice_names: Collection[str] = ()) -> TTSRequest:
         """The same request in upstream's terms."""
         voice = self.voice if self.voice in voice_names or self.voice not in OPENAI_VOICES else None
@@ -197,6 +215,7 @@ class OpenAISpeechRequest(BaseModel):
             streaming=self.stream_format is not None,
             stream_format=self.stream_format or "audio",
             seed=self.seed,
+            speed=self.speed,
         )
 
 
@@ -291,6 +310,8 @@ def _explain(model: type[BaseModel], error: Any) -> str:
         return f"field '{name}' is required"
     if kind == "value_error":
         message = str(error["ctx"]["error"])
+        if not loc:  # fields that do not go together
+            return message
         said = message if message.startswith(loc[-1]) else f"field '{name}' {message}"
         return said if loc[-1] in ("text", "input", "audio", "references") else f"{said} (got {_short(error['input'])})"
     if kind == "string_unicode":

@@ -319,7 +319,8 @@ class SpeechService:
             return None
         if request.stream_format == "sse":
             return None
-        return self._audio_cache.generate_key(features, request.format, sample_rate=request.sample_rate)
+        made = f"{request.format}/{request.loudness}"
+        return self._audio_cache.generate_key(features, made, sample_rate=request.sample_rate, speed=request.speed)
 
     # -- replies ------------------------------------------------------------------------------------------------------
 
@@ -343,22 +344,32 @@ class SpeechService:
         if not job.ready:
             return b""
         if job.encoder is None:
-            job.encoder = StreamEncoder(job.request.format, self.model.sample_rate, job.request.sample_rate)
+            wanted = job.request
+            rate = self.model.sample_rate
+            job.encoder = StreamEncoder(wanted.format, rate, wanted.sample_rate, speed=wanted.speed)
         audio = np.concatenate(job.ready)
         job.ready.clear()
-        job.samples += len(audio)
         data = job.encoder.push(audio)
+        job.samples = job.encoder.samples
         return sse_delta(data) if job.request.stream_format == "sse" else data
 
     def _last_part(self, request_id: str, job: _Job, speech: Speech) -> Reply:
         request, sse = job.request, job.request.stream_format == "sse"
         if job.started:
             body = self._encode_ready(job)
-            rest = job.encoder.finish() if job.encoder is not None else b""
+            rest = b""
+            if job.encoder is not None:
+                rest, job.samples = job.encoder.finish(), job.encoder.samples
             body += sse_delta(rest) if sse else rest
         else:
-            job.samples = len(speech.audio)
-            encoded, _ = encode_audio(speech.audio, speech.sample_rate, request.format, request.sample_rate)
+            encoded, job.samples = encode_audio(
+                speech.audio,
+                speech.sample_rate,
+                request.format,
+                request.sample_rate,
+                speed=request.speed,
+                loudness=request.loudness,
+            )
             if key := self._audio_key(job, speech.features):
                 self._audio_cache.store(key, struct.pack("<Q", job.samples) + encoded)
             body = sse_delta(encoded) if sse else encoded
@@ -377,7 +388,8 @@ class SpeechService:
             "X-Shoal-Cache": "hit" if utterance.cache_hit else "miss",
             "X-Shoal-Seed": str(utterance.seed),
         }
-        return headers | self._measures(job, speech.seconds) if speech is not None else headers
+        whole = speech is not None and not job.started
+        return headers | self._measures(job, job.samples / self.model.sample_rate) if whole else headers
 
     def _measures(self, job: _Job, seconds: float) -> dict[str, str]:
         """What is known when a reply is whole."""
@@ -450,7 +462,7 @@ class SpeechService:
                 now - job.admitted,
                 None if first is None else first - job.admitted,
                 None if job.first_row is None else job.first_row - job.admitted,
-                speech.seconds if speech is not None else job.samples / self.model.sample_rate,
+                job.samples / self.model.sample_rate,
                 job.utterance.batch_size,
                 job.utterance.cache_hit,
                 job.streams,
