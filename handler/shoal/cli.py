@@ -191,6 +191,20 @@ def make_checkpoint(
 
 
 @app.command()
+def schema(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Where rest.md and openapi.json go.")] = Path("docs"),
+) -> None:
+    """Write the REST interface as a page to read and as an OpenAPI file."""
+    with _errors_in_one_line():
+        from shoal.serving.openapi import write_docs
+
+        if not directory.is_dir():
+            raise ShoalError(f"{directory} is no directory: name one that exists")
+        for file in write_docs(directory):
+            typer.echo(file)
+
+
+@app.command()
 def quantise(
     source: Annotated[Path, typer.Argument(metavar="DIR", help="Checkpoint directory to read.")],
     target: Annotated[Path, typer.Argument(metavar="NEW_DIR", help="Directory to write.")],

@@ -81,8 +81,8 @@ class ReferenceAudio(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
-    audio: bytes = Field(repr=False)
-    text: str
+    audio: bytes = Field(repr=False, description="A sound file in base64: WAV, FLAC, OGG, MP3, AIFF and others.")
+    text: str = Field(description="What is said in it.")
 
     @field_validator("audio", mode="before")
     @classmethod
@@ -120,7 +120,7 @@ class TTSRequest(BaseModel):
     reference_id: VoiceName | None = Field(None, description="Name of a registered voice.")
     references: list[ReferenceAudio] = Field([], description="Voice samples to speak like; not with reference_id.")
     format: AudioFormat = Field("wav", description="pcm is raw 16 bit little-endian mono.")
-    sample_rate: SampleRate | None = Field(None, description="Hz of the reply; None is the model's own (44100).")
+    sample_rate: SampleRate | None = Field(None, description="Hz of the reply; null is the model's own.")
     streaming: bool = Field(False, description="Send audio as it is made instead of all at the end.")
     stream_format: Literal["audio", "sse"] = Field("audio", description="sse: OpenAI's server-sent events.")
     seed: int | None = Field(None, ge=0, lt=2**63, description="The same seed gives the same audio.")
@@ -140,9 +140,9 @@ class TTSRequest(BaseModel):
         description="LUFS of a whole reply, as near as full scale allows; not with streaming.",
     )
     # Fish Audio's clients send these; the encoders here choose their own rates, so they have no effect.
-    mp3_bitrate: int | None = None
-    opus_bitrate: int | None = None
-    latency: str | None = None
+    mp3_bitrate: int | None = Field(None, description="Without effect, for Fish Audio's clients.")
+    opus_bitrate: int | None = Field(None, description="Without effect, for Fish Audio's clients.")
+    latency: str | None = Field(None, description="Without effect, for Fish Audio's clients.")
 
     @field_validator("text")
     @classmethod
@@ -192,8 +192,8 @@ class OpenAISpeechRequest(BaseModel):
     response_format: AudioFormat = "mp3"
     speed: Speed = 1.0
     stream_format: Literal["audio", "sse"] | None = None
-    model: str | None = None
-    instructions: str | None = None
+    model: str | None = Field(None, description="Without effect: the archive is the model.")
+    instructions: str | None = Field(None, description="Without effect.")
     seed: int | None = Field(None, ge=0, lt=2**63)
 
     @field_validator("input")
