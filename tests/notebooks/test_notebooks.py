@@ -50,8 +50,9 @@ def test_headings_in_both_languages_and_cells_that_each_say_something(name):
 
 def test_the_machine_is_shown(smoke, kernel):
     with kernel.run("01_gpu_check", CHECKPOINT=smoke) as notebook:
-        assert "processor" in notebook.text() and "all right" in notebook.text()
-        assert any("8 to 12" in str(state.get("value")) for _, state in notebook.widgets())
+        assert "64 rows take" in notebook.text() and "all right" in notebook.text()
+        shown = " ".join(str(state.get("value")) for _, state in notebook.widgets())
+        assert "processor" in shown and "8 to 12" in shown
         assert any("A batch of 8 takes" in picture for picture in notebook.pictures())
         notebook.move("batch", 32)
         assert "A batch of 32 takes" in notebook.cell("print(panel.picture.value)")

@@ -8,7 +8,7 @@ from html import escape
 
 from shoal.ui.theme import COLOURS, DASHES, FAINT_INK, INK, LINE
 
-_WIDTH, _ROW, _LABEL, _VALUE = 680, 30, 210, 110
+_WIDTH, _ROW = 680, 30
 _HEIGHT, _LEFT, _RIGHT, _TOP, _BOTTOM = 300, 64, 16, 52, 46
 _LEGEND_CHAR = 7.5  # width of a letter of the legend, on average
 
@@ -19,10 +19,11 @@ def bar_chart(title: str, labels: Sequence[str], values: Sequence[float], unit: 
     """Horizontal bars, longest value across the whole width; the title says what the picture claims."""
     top = max([*values, 1e-12])
     left = min(320, max(80, 8 + round(7.2 * max((_width(label) for label in labels), default=0))))
+    right = 20 + round(7.2 * (_width(unit) + 7))  # room for the figure beside the longest bar
     parts = [_open(title, 40 + _ROW * len(values))]
     for i, (label, value) in enumerate(zip(labels, values, strict=True)):
         y = 40 + i * _ROW
-        length = max(1.0, (_WIDTH - left - _VALUE) * value / top)
+        length = max(1.0, (_WIDTH - left - right) * value / top)
         parts.append(f'<text x="{left - 8}" y="{y + 14}" text-anchor="end" fill="{INK}">{escape(label)}</text>')
         parts.append(f'<rect x="{left}" y="{y}" width="{length:.1f}" height="20" rx="3" fill="{COLOURS[0]}"/>')
         shown = f"{value:.3g} {escape(unit)}"
