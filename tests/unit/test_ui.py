@@ -123,6 +123,9 @@ def test_plots_say_what_they_claim_and_hold_each_point():
     assert dots.count("<circle") == 2 and dots.count('width="7"') == 3  # with those of the legend
     spans = span_chart("Two at a time", [(0, 1, 0), (0.5, 2, 1)], ["alone", "together"], "s")
     assert spans.count("<rect") == 4 and "together" in spans
+    long_unit = bar_chart("", ["a"], [123.0], "seconds per second of sound")
+    (x,) = re.findall(r'<text x="([\d.]+)" y="54" fill', long_unit)
+    assert float(x) + 7 * len("123 seconds per second of sound") <= 690, "there is room for the figure"
     for empty in (
         line_chart("", {}, "", ""),
         dot_chart("", {}, "", ""),
