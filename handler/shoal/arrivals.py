@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from shoal.errors import CapacityError, RequestError, ShoalError
+from shoal.errors import RequestError, ShoalError
 from shoal.realtime import RealtimeBatchProcessor
 from shoal.sampling import SamplingParams
 from shoal.speech import Speech
@@ -114,7 +114,7 @@ def replay(
             processor.enqueue_request(
                 arrival.text, lambda result, n=number, a=arrival, t=arrived: answer(n, a, t, result), params=params
             )
-        except CapacityError as error:
+        except ShoalError as error:  # the queue is full, or somebody closed the processor
             answer(number, arrival, arrived, error)
     with changed:
         changed.wait_for(lambda: len(answers) == sent)

@@ -125,7 +125,9 @@ def test_cancel_stops_the_requests(model):
 
 
 def test_the_cache_panel_shows_what_repeats_save(model):
+    model.set_internal_cache_capacity("1MB")  # by bytes alone
     panel = CachePanel(model, TEXTS, SHORT)
+    assert model.cache.cache_max_entries == panel.state.max_entries == 100, "what is shown is so"
     panel.state.set_trait("count", 12)
     assert press(panel, "Send requests") == "done"
     asked, stats = panel.state.asked, panel.state.stats

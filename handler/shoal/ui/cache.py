@@ -43,8 +43,12 @@ class CacheState(Job):
     takes = traitlets.List()  # (label, Speech)
 
     def __init__(self, model: FishSpeech, texts: Sequence[str], params: SamplingParams) -> None:
-        super().__init__(stats=model.cache.stats())
+        entries = model.cache.cache_max_entries
+        super().__init__(stats=model.cache.stats(), keep_sound=model.audio_cache is not None)
+        self.max_entries = 100 if entries is None else entries
         self.model, self.texts, self.params = model, list(texts), params
+        if entries is None:  # bounded by bytes alone so far
+            model.cache.set_capacity(model.cache.cache_max_bytes, self.max_entries)
         self.observe(self._set_bounds, ["max_entries", "keep_sound"])
 
     def run(self) -> None:
@@ -103,7 +107,9 @@ class CachePanel(Panel):
             "What is remembered",
             "기억하는 것",
             [
-                number_slider(self.state, "max_entries", "entries at most", 0, max(100, len(texts))),
+                number_slider(
+                    self.state, "max_entries", "entries at most", 0, max(100, len(texts), self.state.max_entries)
+                ),
                 number_slider(self.state, "count", "requests", 1, 500),
                 number_slider(self.state, "exponent", "repetition (Zipf)", 0.0, 2.0, 0.1),
                 self.keep_sound,

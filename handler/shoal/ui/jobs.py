@@ -37,7 +37,7 @@ class Job(traitlets.HasTraits):
         self.cancel = threading.Event()
         self._thread: threading.Thread | None = None
         self._loop = _running_loop()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # whoever observes `running` may post
         self._pending: dict[str, Any] = {}
         self._armed = False
         self._flushed = 0.0  # time.monotonic()
