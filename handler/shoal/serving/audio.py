@@ -225,6 +225,16 @@ class _ForwardFile(sf.SoundFile):
         return False
 
 
+class _Recording(io.BytesIO):
+    """A damaged file can send libsndfile before its beginning; where it may not go, it stays."""
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        try:
+            return super().seek(offset, whence)
+        except ValueError:
+            return self.tell()
+
+
 def decode_reference(data: bytes, target_rate: int, max_seconds: float, max_bytes: int) -> np.ndarray:
     """Read a voice sample of unknown origin: any common audio file -> (samples,) float32 mono at `target_rate` Hz.
 
@@ -233,7 +243,7 @@ def decode_reference(data: bytes, target_rate: int, max_seconds: float, max_byte
     if len(data) > max_bytes:
         raise TooLargeError(f"reference audio has {len(data)} bytes, {max_bytes} are allowed; send a shorter sample")
     try:
-        with _ForwardFile(io.BytesIO(data)) as file:
+        with _ForwardFile(_Recording(data)) as file:
             audio = _read_mono(file, max_seconds)
             rate = file.samplerate
     except RequestError:
