@@ -12,15 +12,27 @@ from pathlib import Path
 _WORKER_DIED = re.compile(r"Backend worker process died|Load model failed|Retry worker:")
 
 
-def worker_states(management_url: str, name: str) -> list[str]:
+def worker_states(management_url: str, name: str, token: str | None = None) -> list[str]:
     """States of a model's workers, such as READY or UNLOADING; empty where the server or the model is not there."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
     try:
-        with opener.open(f"{management_url}/models/{name}", timeout=5) as reply:
+        with opener.open(
+            urllib.request.Request(f"{management_url}/models/{name}", headers=headers), timeout=5
+        ) as reply:
             versions = json.load(reply)
     except (urllib.error.URLError, OSError, ValueError):
         return []
     return [worker["status"] for version in versions for worker in version["workers"]]
+
+
+def read_tokens(run_dir: Path) -> dict[str, str]:
+    """The keys that TorchServe made at its start, by what they open ("inference", "management"); {} without tokens."""
+    try:
+        found = json.loads((run_dir / "key_file.json").read_text(encoding="utf-8"))
+        return {kind: entry["key"] for kind, entry in found.items() if isinstance(entry, dict) and "key" in entry}
+    except (OSError, ValueError):
+        return {}
 
 
 def worker_error(log_dir: Path) -> str:

@@ -22,7 +22,7 @@ from typing import NoReturn
 
 from shoal.errors import DependencyError, ShoalError
 from shoal.serving.java import find_java
-from shoal.serving.probe import last_words, worker_died, worker_error, worker_states
+from shoal.serving.probe import last_words, read_tokens, worker_died, worker_error, worker_states
 from shoal.serving.processes import deferred_signals, end_group
 from shoal.serving.properties import escaped, read_properties
 
@@ -226,7 +226,12 @@ class TorchServe:
 
     def worker_states(self) -> list[str]:
         """The states of the model's workers as TorchServe reports them; empty while it does not answer."""
-        return worker_states(self.management_url, self.name)
+        return worker_states(self.management_url, self.name, self.tokens.get("management"))
+
+    @property
+    def tokens(self) -> dict[str, str]:
+        """Where the configuration turns tokens on: the keys, by "inference" and "management"; else {}."""
+        return read_tokens(self.run_dir) if self.run_dir else {}
 
     def wait(self) -> int:
         """Wait until the server ends by itself; its exit status."""
