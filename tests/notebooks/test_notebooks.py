@@ -10,6 +10,7 @@ import nbformat
 import pytest
 from shoal.random_checkpoint import write_random_checkpoint
 
+from benchmarks.guide_tables import load_run, save_run
 from tests.notebooks.driver import NOTEBOOKS, Kernel
 
 NAMES = sorted(path.stem for path in NOTEBOOKS.glob("*.ipynb"))
@@ -113,8 +114,13 @@ def test_repeats_come_from_the_cache_also_after_a_kernel_restart(smoke, kernel):
         assert notebook.cell("await panel.state.wait(); print(panel.state.stats.entries)").strip() == "0"
 
 
-def test_the_guides_strategies_and_scenarios_are_measured(smoke, kernel):
-    with kernel.run("06_pipeline", CHECKPOINT=smoke, MAX_NEW_TOKENS=12, COUNT=4, SCENARIO_TEXTS=2) as notebook:
+def test_the_guides_strategies_and_scenarios_are_measured_and_compared(smoke, kernel, tmp_path):
+    before, now = tmp_path / "before.json", tmp_path / "now.json"
+    save_run(before, {"everything": {"rtf": 0.25}}, {"COUNT": 4})
+    small = {"MAX_NEW_TOKENS": 12, "COUNT": 4, "SCENARIO_TEXTS": 2}
+    with kernel.run("06_pipeline", CHECKPOINT=smoke, SAVE_TO=str(now), COMPARE_WITH=[str(before)], **small) as notebook:
+        assert str(before) in notebook.text() and "0.25 s per s" in notebook.text()
+        assert load_run(now)["results"]["everything"]["audio_seconds"] > 0
         assert "all right" in notebook.text() and "times as fast as" in notebook.text()
         table = notebook.cell("print(table_job.result.value)")
         ways = int(notebook.cell("print(len(strategies))"))

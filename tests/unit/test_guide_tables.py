@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 
-from benchmarks.guide_tables import _verdicts
+import pytest
+from shoal.errors import ShoalError
+
+from benchmarks.guide_tables import _verdicts, load_run, save_run
 from benchmarks.texts import CALL_CENTRE, LANGUAGES, book, repeated, workloads
 
 
@@ -47,3 +50,17 @@ def test_verdicts_tell_what_was_missed():
     said = _verdicts({"100 texts, distinct": rows(1.0, 0.2, 0.3, 0.05), "100 texts, repeated": rows(1, 0.5, 0.25, 0.2)})
     assert "reached" in said[0] and "not reached" not in said[0] and "5.0x" in said[1] and "not reached" in said[1]
     assert len(said) == 3 and "batching + model caching was slower than batching" in said[2]
+
+
+def test_a_run_is_kept_with_its_machine_and_parameters(tmp_path):
+    table = {"none": {"rtf": 0.5}, "everything": {"rtf": 0.1}}
+    save_run(tmp_path / "run.json", table, {"COUNT": 4})
+    kept = load_run(tmp_path / "run.json")
+    assert kept["results"] == table and kept["parameters"] == {"COUNT": 4}
+    assert kept["machine"]["cores"] >= 1 and kept["machine"]["torch"]
+    for content in ("{", "[]", '{"kind": "batch_search", "results": {}}'):
+        (tmp_path / "other.json").write_text(content)
+        with pytest.raises(ShoalError, match=r"other.json"):
+            load_run(tmp_path / "other.json")
+    with pytest.raises(ShoalError, match=r"missing.json"):
+        load_run(tmp_path / "missing.json")
