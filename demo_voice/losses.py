@@ -54,23 +54,6 @@ class SpectralLoss(nn.Module):
         return mel / len(self.mels), stft / len(self.stfts)
 
 
-def low_wave_loss(made: Tensor, real: Tensor, below: float = 1000 / 16_000, n_fft: int = 512) -> Tensor:
-    """How far the waveforms are apart below `below` of the sample rate, phase and all; 1: as far as silence. A scalar.
-
-    made, real: (batch, samples).
-    """
-    window = torch.hann_window(n_fft)
-
-    def low(audio: Tensor) -> Tensor:
-        spec = torch.stft(audio, n_fft, n_fft // 4, window=window, return_complex=True)
-        return torch.view_as_real(spec[:, : round(n_fft * below)])
-
-    with torch.no_grad():
-        target = low(real)
-    distance = torch.sqrt(((low(made) - target) ** 2).sum(-1) + 1e-6)
-    return distance.mean() / target.norm(dim=-1).mean().clamp(min=1e-3)
-
-
 class _Stack(nn.Module):
     """Convolutions with leaky ReLU; keeps the inner activations for feature matching."""
 
