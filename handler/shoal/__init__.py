@@ -34,6 +34,7 @@ _EXPORTS = {
     "find_best_batch_size": "batching",
     "generate_speech_in_batches": "batching",
     "measure_initial_performance": "measure",
+    "PerformanceTracker": "monitoring",
     "configure_model_caching": "caching",
     "get_recommended_cache_size": "caching",
     "pre_load_common_features": "caching",
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
     from shoal.errors import ShoalError as ShoalError
     from shoal.features import Features as Features
     from shoal.measure import measure_initial_performance as measure_initial_performance
+    from shoal.monitoring import PerformanceTracker as PerformanceTracker
     from shoal.pipeline import OptimizedSpeechPipeline as OptimizedSpeechPipeline
     from shoal.realtime import RealtimeBatchProcessor as RealtimeBatchProcessor
     from shoal.sampling import SamplingParams as SamplingParams
