@@ -11,6 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import nbformat
 import pytest
 from shoal.random_checkpoint import write_random_checkpoint
 
@@ -24,6 +25,23 @@ PARAMETERS = {
     "05_caching": {"REQUESTS": 12},
     "08_torchserve": {},
 }
+WAITING = (
+    """
+import time
+from shoal.ui.jobs import JobButton
+
+def work(report, cancelled):
+    for i in range(2400):
+        report(f"step {i}")
+        time.sleep(0.05)
+        if cancelled():
+            return
+
+job = JobButton("Go", work)
+job.view
+""",
+    'job.start()\nawait job.wait()\nprint("ended:", job.status.value)',
+)
 pytestmark = [
     pytest.mark.notebook,
     pytest.mark.slow,
@@ -44,6 +62,9 @@ def lab(tmp_path_factory):
         if (NOTEBOOKS / f"{name}.ipynb").exists():
             shorter = {} if os.environ.get("CHECKPOINT") else {"MAX_NEW_TOKENS": 16}
             copy_notebook(name, folder, {"CHECKPOINT": checkpoint, **shorter, **parameters})
+    waiting = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in WAITING])
+    waiting.metadata.kernelspec = {"name": "python3", "display_name": "Python 3", "language": "python"}
+    nbformat.write(waiting, folder / "waiting.ipynb")
     own = {"SHOAL_STATE_DIR": str(state / "server"), "OMP_NUM_THREADS": "1"}
     with jupyter_lab(folder, state, **own) as address:
         yield address
@@ -176,6 +197,17 @@ def test_the_cache_is_filled_bounded_and_cleared(opened, pictures):
     notebook.restart_and_run_all()
     assert notebook.errors() == []
     expect(status).to_have_text("done")
+
+
+def test_cancel_works_while_a_cell_waits_for_the_job(lab, chromium):
+    page = chromium.new_page()
+    page.set_default_timeout(60_000)
+    notebook = LabPage(page, lab, "waiting")
+    page.evaluate("() => { window.jupyterapp.commands.execute('notebook:run-all-cells'); }")  # not to its end
+    expect(notebook.notebook.get_by_role("status")).to_have_text(re.compile("step [1-9]"))
+    notebook.button("Cancel").click()
+    expect(notebook.notebook.get_by_text("ended: cancelled")).to_be_visible()
+    page.close()
 
 
 @pytest.mark.skipif(not (NOTEBOOKS / "08_torchserve.ipynb").exists(), reason="there is no notebook 08 yet")
