@@ -130,3 +130,40 @@ def test_the_guides_strategies_and_scenarios_are_measured_and_compared(smoke, ke
         notebook.cell("import asyncio\nwhile not table_job.job.running: await asyncio.sleep(0.01)")
         notebook.cell("table_job.cancel_button.click(); await table_job.wait()")
         assert notebook.cell("print(table_job.status.value)").strip() == "cancelled"
+
+
+def test_requests_are_summed_up_and_settings_found(smoke, kernel, tmp_path):
+    file = tmp_path / "samples.csv"
+    small = {"MAX_NEW_TOKENS": 12, "REQUESTS": 10, "TRIAL_REQUESTS": 3, "SAVE_TO": str(file)}
+    with kernel.run("07_monitoring", CHECKPOINT=smoke, **small) as notebook:
+        text = notebook.text()
+        assert "all right" in text and "10 requests noted" in text and "p95 (s)" in text
+        assert "지연" in text or "초" in text
+        assert len(file.read_text().splitlines()) >= 11
+        assert any("texts a second" in picture for picture in notebook.pictures())
+        notebook.move("requests per trial", 200)
+        notebook.move("requests a second", 1.0)
+        notebook.click("Search")
+        notebook.cell("import asyncio\nwhile not panel.state.running: await asyncio.sleep(0.01)")
+        notebook.click("Cancel")
+        assert notebook.cell("await panel.state.wait(); print(panel.state.status)").strip() == "cancelled"
+
+
+@pytest.mark.server
+def test_a_server_is_started_loaded_tuned_and_stopped(smoke, kernel):
+    with kernel.run("08_torchserve", CHECKPOINT=smoke, CLIENTS=4, SECONDS=3.0) as notebook:
+        text = notebook.text()
+        assert "all right" in text and "did you mean 'temperature'?" in text and "shoal_requests_total" in text
+        pictures = notebook.pictures()
+        assert any("texts a second with at most 16 rows" in picture for picture in pictures)
+        assert any("of the last requests took" in picture for picture in pictures)
+        notebook.click("Send load")
+        notebook.cell("await panel.state.wait()")
+        assert "no server runs" in notebook.cell("print(panel.state.error)")
+        notebook.click("Start the server")
+        notebook.cell("await panel.state.wait()")
+        notebook.move("batch limit (live)", 3)
+        told = "import time; time.sleep(1); print(panel.state.ask()['batch_limit'], panel.state.status)"
+        assert notebook.cell(told).split()[0] == "3"
+        notebook.click("Stop the server")
+        assert notebook.cell("await panel.state.wait(); print(panel.state.up)").strip() == "False"

@@ -1,0 +1,135 @@
+"""`TuningPanel`: settings tried on a trace of arrivals, against what is wanted, and the best of them put to use."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import ipywidgets as widgets
+import traitlets
+
+from shoal.arrivals import poisson_arrivals
+from shoal.errors import RequestError
+from shoal.monitoring import PRESETS
+from shoal.sampling import SamplingParams
+from shoal.sizes import parse_bytes
+from shoal.speech import FishSpeech
+from shoal.tuning import Objective, Outcome, Settings, Tuned, powers_of_two, replay_trial, tune
+from shoal.ui.controls import Panel, number_slider, panel
+from shoal.ui.jobs import Job, JobView
+from shoal.ui.svg import bar_chart
+from shoal.ui.tables import html_table
+
+
+class TuningState(Job):
+    """What is wanted, the trace, the trials so far, and what was found."""
+
+    p95_s = traitlets.Float(2.0, min=0.05)  # that 95% of requests stay under
+    bounded = traitlets.Bool(True)  # False: most texts per second, whatever the delay
+    rate = traitlets.Float(4.0, min=0.1)  # requests a second
+    requests = traitlets.Int(12, min=1)
+    trials = traitlets.List()  # of (Settings, Outcome)
+    found = traitlets.Instance(Tuned, allow_none=True)
+    preset = traitlets.Enum(["", *PRESETS], "")
+
+    def __init__(self, model: FishSpeech, texts: Sequence[str], params: SamplingParams) -> None:
+        super().__init__()
+        self.model, self.texts, self.params = model, list(texts), params
+        self.batch_limits = powers_of_two(model.max_batch_size)
+        self.waits_s = (0.0, 0.05)
+        self.observe(self._take_preset, "preset")
+
+    def search(self) -> None:
+        """Try settings, the best of the trials so far in view."""
+        arrivals = poisson_arrivals(self.texts, self.requests, self.rate)
+        limit = self.model.scheduler.batch_limit
+        replayed = replay_trial(self.model, arrivals, self.params, self.cancel)
+        trials: list[tuple[Settings, Outcome]] = []
+
+        def trial(settings: Settings) -> Outcome:
+            outcome = replayed(settings)
+            self.check()
+            trials.append((settings, outcome))
+            self.post(trials=list(trials))
+            return outcome
+
+        try:
+            found = tune(
+                trial,
+                batch_limits=self.batch_limits,
+                waits_s=self.waits_s,
+                cache_bytes=(0,),
+                objective=Objective(self.p95_s if self.bounded else None),
+                progress=lambda done, total, what: self.post(progress=done / total, status=what),
+                cancel=self.cancel,
+            )
+        finally:
+            self.model.scheduler.batch_limit = limit
+        self.post(found=found)
+
+    def use(self) -> None:
+        """Give the model the best settings found."""
+        if self.found is None:
+            raise RequestError("nothing has been found yet: press Search first")
+        self.model.scheduler.batch_limit = self.found.best.batch_limit
+        self.post(status=f"the batch limit is {self.found.best.batch_limit} now")
+
+    def _take_preset(self, _: traitlets.Bunch) -> None:
+        if self.preset:
+            preset = PRESETS[self.preset]
+            self.model.scheduler.batch_limit = min(preset.batch_limit, self.model.max_batch_size)
+            self.model.cache.set_capacity(parse_bytes(preset.cache_bytes))
+
+
+class TuningPanel(Panel):
+    """Shows a TuningState."""
+
+    def __init__(self, model: FishSpeech, texts: Sequence[str], params: SamplingParams = SamplingParams()) -> None:
+        self.state = state = TuningState(model, texts, params)
+        self.job = JobView(state, {"Search": state.search, "Use what was found": state.use})
+        self.picture, self.table = widgets.HTML(), widgets.HTML()
+        self.bounded = widgets.Checkbox(description="keep 95% within the bound", indent=False)
+        self.preset = widgets.Dropdown(
+            options=[("choose ...", ""), *((name, name) for name in PRESETS)],
+            description="preset",
+            style={"description_width": "11em"},
+            layout={"width": "26em"},
+        )
+        traitlets.link((state, "bounded"), (self.bounded, "value"))
+        traitlets.link((state, "preset"), (self.preset, "value"))
+        self.view = panel(
+            "Settings found by trying",
+            "자동 조정",
+            [
+                number_slider(state, "p95_s", "bound in seconds", 0.05, 30.0, 0.05),
+                self.bounded,
+                number_slider(state, "rate", "requests a second", 0.1, 50.0, 0.1),
+                number_slider(state, "requests", "requests per trial", 1, 200),
+                self.preset,
+                self.job.view,
+                self.picture,
+                self.table,
+            ],
+        )
+        state.observe(lambda _: self._draw(), ["trials", "found"])
+
+    def _draw(self) -> None:
+        trials, found = self.state.trials, self.state.found
+        if not trials:
+            return
+        title = f"{len(trials)} settings tried"
+        if found is not None and found.trials == tuple(trials):
+            best, outcome = found.best, found.outcome
+            title = (
+                f"{best.batch_limit} rows and {1000 * best.wait_s:.0f} ms give {outcome.texts_per_s:.1f} texts a second"
+            )
+        labels = [f"{s.batch_limit} rows, {1000 * s.wait_s:.0f} ms" for s, _ in trials]
+        self.picture.value = bar_chart(title, labels, [o.texts_per_s for _, o in trials], "texts/s")
+        header = ("rows", "wait (ms)", "texts per second", "95% within (s)", "failed", "as wanted")
+        objective = Objective(self.state.p95_s if self.state.bounded else None)
+        self.table.value = html_table(
+            header,
+            [
+                (s.batch_limit, 1000 * s.wait_s, o.texts_per_s, o.p95_s, o.failed, "yes" if objective.met(o) else "no")
+                for s, o in trials
+            ],
+        )
