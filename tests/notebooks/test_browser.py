@@ -23,7 +23,7 @@ THEMES = {"light": "JupyterLab Light", "dark": "JupyterLab Dark"}
 PARAMETERS = {
     "04_dynamic_batching": {"REQUESTS": 8, "RATE": 20.0},
     "05_caching": {"REQUESTS": 12},
-    "08_torchserve": {},
+    "08_torchserve": {"SECONDS": 3.0},
 }
 WAITING = (
     """
@@ -213,10 +213,20 @@ def test_cancel_works_while_a_cell_waits_for_the_job(lab, chromium):
 @pytest.mark.skipif(not (NOTEBOOKS / "08_torchserve.ipynb").exists(), reason="there is no notebook 08 yet")
 def test_a_server_is_started_tuned_and_stopped(opened, pictures):
     notebook = opened("08_torchserve")
+    status = notebook.notebook.get_by_role("status")
+    notebook.button("Start the server").click()
+    expect(notebook.button("Start the server")).to_be_disabled()
+    expect(status).to_have_text("done")
+    notebook.button("Send load").click()
+    expect(notebook.button("Cancel")).to_be_enabled()
     slider = notebook.notebook.get_by_role("slider").first
     value, most = slider.get_attribute("aria-valuenow"), slider.get_attribute("aria-valuemax")
     slider.press("ArrowLeft" if value == most else "ArrowRight")
     expect(slider).not_to_have_attribute("aria-valuenow", value)
+    notebook.button("Cancel").click()
+    expect(status).to_have_text("cancelled")
+    notebook.button("Stop the server").click()
+    expect(status).to_have_text("done")
     expect(notebook.notebook.locator("audio").first).to_be_attached()
     expect(notebook.notebook.locator("svg[role=img]").first).to_be_visible()
     look(notebook, "08_torchserve", pictures)
