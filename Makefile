@@ -12,7 +12,7 @@ MAKEFLAGS += --no-print-directory
 PY := .venv/bin/python
 export PYTHON CHECKPOINT
 
-.PHONY: help setup demo test lint serve stop doctor archive notebooks bench-gpu clean distclean
+.PHONY: help setup demo test lint serve stop doctor archive notebooks dashboard bench-gpu clean distclean
 
 help:  ## this list
 	@awk 'BEGIN { FS = ":.*## " } /^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' Makefile
@@ -44,6 +44,9 @@ archive: setup  ## build model_store/fish_speech.mar
 
 notebooks: setup  ## open the notebooks in JupyterLab
 	@$(PY) -m jupyterlab --notebook-dir=notebooks $(if $(filter 0,$(shell id -u)),--allow-root)
+
+dashboard: setup  ## notebooks 07 and 08 as an app in the browser, without their code (Voila)
+	@$(PY) -m voila notebooks --VoilaConfiguration.file_allowlist="['0[78]_.*', 'static/.*', 'voila/.*']"
 
 bench-gpu: setup  ## on a GPU: its tests and all benchmarks at real size, into benchmarks/results (ARGS="--quick")
 	@$(PY) -m benchmarks.gpu $(ARGS)

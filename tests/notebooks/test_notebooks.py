@@ -151,12 +151,12 @@ def test_requests_are_summed_up_and_settings_found(smoke, kernel, tmp_path):
 
 @pytest.mark.server
 def test_a_server_is_started_loaded_tuned_and_stopped(smoke, kernel):
-    with kernel.run("08_torchserve", CHECKPOINT=smoke, CLIENTS=4, SECONDS=3.0) as notebook:
+    with kernel.run("08_torchserve", CHECKPOINT=smoke, CLIENTS=4, SECONDS=4.0) as notebook:
         text = notebook.text()
         assert "all right" in text and "did you mean 'temperature'?" in text and "shoal_requests_total" in text
         pictures = notebook.pictures()
         assert any("texts a second with at most 16 rows" in picture for picture in pictures)
-        assert any("of the last requests took" in picture for picture in pictures)
+        assert any("of the last requests were answered" in picture for picture in pictures)
         notebook.click("Send load")
         notebook.cell("await panel.state.wait()")
         assert "no server runs" in notebook.cell("print(panel.state.error)")
