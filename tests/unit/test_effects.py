@@ -69,6 +69,17 @@ def test_full_scale_is_never_passed_and_silence_stays_silent():
     assert len(short) == len(voice(0.1)) and 0 < np.abs(short).max() <= 0.98
 
 
+@pytest.mark.parametrize("rate", [8000, 24000, 44100, 48000])
+def test_peaks_between_the_samples_do_not_clip_at_another_rate(rate):
+    audio = 0.05 * np.sin(2 * np.pi * 200 * np.arange(88200) / 44100)
+    for start in range(0, 80001, 20000):  # a quarter of the rate, sampled beside its peaks
+        audio[start : start + 40] += 0.9 * np.sin(np.pi / 2 * np.arange(40) + np.pi / 4)
+    data, samples = encode_audio(audio.astype(np.float32), 44100, "pcm", rate, loudness=-8.0)
+    heard = np.abs(np.frombuffer(data, "<i2").astype(int))
+    assert samples == 88200 and len(heard) == pytest.approx(2 * rate, abs=1)
+    assert 0.9 * 32767 < heard.max() <= 0.98 * 32767 + 1
+
+
 @pytest.mark.parametrize(
     ("body", "said"),
     [

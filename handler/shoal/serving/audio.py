@@ -69,10 +69,14 @@ def encode_audio(
     if speed != 1.0:
         tempo = Tempo(sample_rate, speed)
         audio = np.concatenate([tempo.push(audio), tempo.finish()])
-    if loudness is not None:
-        audio = set_loudness(audio, sample_rate, loudness)
+    samples = len(audio)
+    if loudness is not None and samples:
+        # at the reply's rate: peaks between the samples would clip if they were resampled after the gain
+        wanted = output_rate(fmt, rate or sample_rate)
+        audio = set_loudness(soxr.resample(audio, sample_rate, wanted), wanted, loudness)
+        sample_rate = wanted
     encoder = StreamEncoder(fmt, sample_rate, rate, total_samples=len(audio))
-    return encoder.push(audio) + encoder.finish(), len(audio)
+    return encoder.push(audio) + encoder.finish(), samples
 
 
 class StreamEncoder:
