@@ -11,10 +11,12 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import psutil
 import pytest
+import requests
 from shoal.archive import build_archive
 from shoal.random_checkpoint import write_random_checkpoint
 from shoal.serving.demo import check_wav
@@ -147,3 +149,39 @@ def test_a_taken_port_and_a_missing_archive_are_said_before_anything_starts(tmp_
         taken.listen()
         with pytest.raises(ServerError, match=str(ports.management)):
             TorchServe(tmp_path / "a.mar", ports=ports).start()
+
+
+def test_sigterm_finishes_what_is_there_and_a_dead_server_is_started_again(environment, place):
+    process = start(["serve"], environment, place, "stop it with")
+    url = None
+    try:
+        front = next(p for p in processes_in(place) if p.name() == "java")
+        ports = sorted(c.laddr.port for c in front.net_connections("inet") if c.status == psutil.CONN_LISTEN)
+        url = next(u for u in (f"http://127.0.0.1:{p}/predictions/fish_speech" for p in ports) if _answers(u))
+        front.kill()
+        lines = iter(process.stdout.readline, "")
+        assert any("started again" in line for line in lines)
+        assert any("stop it with" in line for line in lines)
+        body = {"text": "A long text, sentence after sentence. " * 12, "seed": 1, "max_new_tokens": 60}
+        with ThreadPoolExecutor(4) as pool:
+            under_way = [pool.submit(requests.post, url, json=body | {"seed": i}, timeout=120) for i in range(4)]
+            time.sleep(1.0)
+            process.send_signal(signal.SIGTERM)
+            assert any("no new requests" in line for line in lines)
+            with contextlib.suppress(requests.ConnectionError):  # already gone
+                late = requests.post(url, json={"text": "Too late."}, timeout=60)
+                assert late.status_code == 503 and "going down" in late.json()["message"]
+            assert [reply.result().status_code for reply in under_way] == [200] * 4
+        assert any("all done" in line for line in lines)
+        assert process.wait(timeout=60) == 128 + signal.SIGTERM
+    finally:
+        if process.poll() is None:
+            process.kill()
+    assert not processes_in(place)
+
+
+def _answers(url):
+    try:
+        return requests.get(url + "/1.0/v1/info", timeout=10).status_code == 200
+    except requests.RequestException:
+        return False

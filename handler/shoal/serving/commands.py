@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,11 +17,17 @@ from shoal.serving.limits import HandlerSettings, load_settings
 from shoal.serving.processes import signals_as_exit
 from shoal.serving.server import Ports, TorchServe
 
+_DRAIN_S = 60.0  # that requests have to end after SIGTERM
+_MOST_RESTARTS = 5  # in a row, each within the quiet time after the one before
+_QUIET_S = 300.0
 GREETING = "안녕하세요, 반갑습니다."
 
 
 def serve(checkpoint: Path | None, *, background: bool, timeout_s: float) -> None:
-    """Serve until Ctrl-C, or with `background` return once the server is ready and leave it running."""
+    """Serve until Ctrl-C, or with `background` return once the server is ready and leave it running.
+
+    In the foreground a server that ends by itself is started again, later each time; SIGTERM drains it first.
+    """
     state_file = state_dir() / "server.json"
     left = running(state_file)
     if left:
@@ -28,20 +35,49 @@ def serve(checkpoint: Path | None, *, background: bool, timeout_s: float) -> Non
         print(f"    {curl_line(left.predict_url)}\n")
         return
     archive = build_archive(model_store(), checkpoint=ensure_checkpoint(checkpoint))
-    log_dir = state_dir() / "logs" / "serve"
-    with (
-        signals_as_exit(),
-        TorchServe(archive, config=config_file(), ports=usual_or_free_ports(), log_dir=log_dir) as server,
-    ):
-        wait_with_progress(server, timeout_s)
-        print(f"ready at {server.predict_url}, metrics at {server.metrics_url}, logs in {log_dir}. Try:\n")
-        print(f"    {curl_line(server.predict_url)}\n", flush=True)
-        if background:
-            detach(server, state_file)
-            print("stop it with: make stop (or shoal stop)")
-        else:
-            print("stop it with: Ctrl-C", flush=True)
-            server.wait()
+    log_dir, ports, delays = state_dir() / "logs" / "serve", usual_or_free_ports(), _RestartDelays()
+    with signals_as_exit():
+        while True:
+            with TorchServe(archive, config=config_file(), ports=ports, log_dir=log_dir) as server:
+                wait_with_progress(server, timeout_s)
+                print(f"ready at {server.predict_url}, metrics at {server.metrics_url}, logs in {log_dir}. Try:\n")
+                print(f"    {curl_line(server.predict_url)}\n", flush=True)
+                if background:
+                    detach(server, state_file)
+                    print("stop it with: make stop (or shoal stop)")
+                    return
+                print("stop it with: Ctrl-C; SIGTERM finishes the requests that are there first", flush=True)
+                status = _wait_or_drain(server)
+            delay = delays.next()
+            if delay is None:
+                raise ShoalError(f"TorchServe ended again and again, at last with {status}: see the logs in {log_dir}")
+            print(f"TorchServe ended with {status}: it is started again in {delay:.0f} s", flush=True)
+            time.sleep(delay)
+
+
+def _wait_or_drain(server: TorchServe) -> int:
+    """Wait until the server ends by itself; on SIGTERM let it finish what it has, then pass the exit on."""
+    try:
+        return server.wait()
+    except SystemExit:
+        print(f"no new requests; up to {_DRAIN_S:.0f} s for those that are there ...", flush=True)
+        print("all done" if server.drain(_DRAIN_S) else "time is up: what is left is dropped", flush=True)
+        raise
+
+
+class _RestartDelays:
+    """Seconds before each new start after a failure: 1, 2, 4, 8, 16, then none; after a quiet time from 1 again."""
+
+    def __init__(self) -> None:
+        self._count, self._last = 0, time.monotonic()
+
+    def next(self) -> float | None:
+        now = time.monotonic()
+        if now - self._last > _QUIET_S:
+            self._count = 0
+        self._last = now
+        self._count += 1
+        return float(2 ** (self._count - 1)) if self._count <= _MOST_RESTARTS else None
 
 
 def warm(

@@ -40,6 +40,7 @@ class LiveLimits(BaseModel):
     max_waiting: int | None = Field(None, ge=0)  # requests beyond those, then 503
     cache_bytes: int | None = Field(None, ge=0)  # memory for the codes of finished utterances
     slice_ms: float | None = Field(None, gt=0, le=10_000)  # how long one call of the handler decodes
+    draining: bool | None = None  # True: new requests get a 503, those that are there are finished
 
     @field_validator("cache_bytes", mode="before")
     @classmethod

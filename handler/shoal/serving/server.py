@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import importlib.util
+import json
 import os
 import shutil
 import socket
@@ -15,12 +16,14 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NoReturn
 
 from shoal.errors import DependencyError, ShoalError
+from shoal.serving.control import set_limits
 from shoal.serving.java import find_java
 from shoal.serving.probe import last_words, read_tokens, worker_died, worker_error, worker_states
 from shoal.serving.processes import deferred_signals, end_group
@@ -238,6 +241,25 @@ class TorchServe:
         if self._process is None:
             raise ServerError("this TorchServe is not running")
         return self._process.wait()
+
+    def drain(self, timeout_s: float = 30.0) -> bool:
+        """Take no new requests (they get a 503) and wait until those that are there are done; False if time was up."""
+        set_limits(self.control_file, draining=True)
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        token = self.tokens.get("inference")
+        headers = {"Authorization": f"Bearer {token}"} if token else {}
+        question = urllib.request.Request(f"{self.predict_url}/1.0/v1/info", headers=headers)
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            try:
+                with opener.open(question, timeout=max(0.1, deadline - time.monotonic())) as reply:
+                    told = json.load(reply)
+            except (OSError, ValueError):
+                return False  # it does not answer: there is nothing left to wait for
+            if told["draining"] and told["requests"] == 0:
+                return True
+            time.sleep(0.1)
+        return False
 
     def stop(self, grace_s: float = 10.0) -> None:
         """End the server and its workers; what is left after the grace time is killed. Idempotent."""

@@ -78,6 +78,7 @@ class SpeechService:
         if self.settings.batch_limit is not None:
             self._scheduler.batch_limit = min(self.settings.batch_limit, self._scheduler.batch_limit)
         self._slice_ms = self.settings.slice_ms
+        self._draining = False
         cache = model.cache
         self._cache_bounds = (cache.cache_max_bytes, cache.cache_max_entries)  # as configured, or by the memory limit
         self._audio_cache = AudioCache(self.settings.audio_cache_bytes)
@@ -116,6 +117,8 @@ class SpeechService:
             return
         now, openai = self._clock(), is_openai_path(url_path)
         try:
+            if self._draining:
+                raise CapacityError("the server is going down and takes no new requests", self.limits.retry_after_s)
             if len(self._jobs) >= self.model.max_batch_size + self.limits.max_waiting:
                 raise CapacityError(
                     f"{len(self._jobs)} requests are being worked on; try again later", self.limits.retry_after_s
@@ -159,6 +162,7 @@ class SpeechService:
         configured, entries = self._cache_bounds
         self.model.cache.set_capacity(configured if live.cache_bytes is None else live.cache_bytes, entries)
         self._slice_ms = live.slice_ms or settings.slice_ms
+        self._draining = bool(live.draining)
 
     def admit_describe(self, request_id: str) -> None:
         """Queue a question about the server itself; its reply is `describe()` as JSON."""
@@ -277,6 +281,8 @@ class SpeechService:
             "batch_limit": self._scheduler.batch_limit,
             "live": self._scheduler.live,
             "waiting": self._scheduler.waiting,
+            "requests": len(self._jobs),
+            "draining": self._draining,
             "voices": list(model.voices.names()),
             "limits": self.limits.model_dump(),
             "precision": model.precision,
