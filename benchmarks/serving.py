@@ -55,6 +55,7 @@ def main(
     count: Annotated[int, typer.Option(help="requests per client number, at least two each")] = 64,
     rounds: int = 3,
     batch: Annotated[int, typer.Option(help="rows that decode at a time, in the server and alone")] = 16,
+    slice_ms: Annotated[float, typer.Option(help="how long one call of the handler decodes")] = 50.0,
     device: str = "auto",
 ) -> None:
     """Measure; see the module's text."""
@@ -62,7 +63,7 @@ def main(
     texts = workloads(directory, 100)["100 texts"]
     alone = FishSpeech.load(directory, device=device, max_batch_size=batch)
     with TemporaryDirectory() as store:
-        settings = {"max_batch_size": batch, "device": device, "limits": {"max_waiting": 128}}
+        settings = {"max_batch_size": batch, "device": device, "slice_ms": slice_ms, "limits": {"max_waiting": 128}}
         archive = build_archive(store, checkpoint=directory, overrides={"handler": settings, "batchSize": 256})
         with TorchServe(archive, config=project_root() / "config.properties") as server:
             server.wait_ready()
@@ -72,7 +73,7 @@ def main(
             opened = [open_loop(server, texts, float(rate), count) for rate in filter(None, rates.split(","))]
             if opened:
                 print(common.table(opened[0], [row.values() for row in opened]))
-    content = {"checkpoint": directory.name, "batch": batch, "count": count, "rounds": rounds}
+    content = {"checkpoint": directory.name, "batch": batch, "count": count, "rounds": rounds, "slice_ms": slice_ms}
     print(common.closing_line("serving", **content, rows=rows, lone_extra_ms=round(lone, 1), open_loop=opened))
 
 
