@@ -120,7 +120,12 @@ def tune(
                     return Tuned(best(), tuple(done.items()), objective.met(done[best()]))
                 if progress:
                     progress(len(done), max(total, len(done) + 1), f"round {round_ + 1}: {settings}")
-                done[settings] = trial(settings)
+                try:
+                    done[settings] = trial(settings)
+                except CancelledError:
+                    if not done:
+                        raise
+                    return Tuned(best(), tuple(done.items()), objective.met(done[best()]))
             current = [best().batch_limit, best().wait_s, best().cache_bytes]
     return Tuned(best(), tuple(done.items()), objective.met(done[best()]))
 
@@ -145,6 +150,8 @@ def replay_trial(
             answers = replay(processor, arrivals, params, cancel=cancel)
         finally:
             processor.close()
+        if cancel is not None and cancel.is_set():
+            raise CancelledError("the trial was cut off")  # what it measured means nothing
         spoken = [a for a in answers if isinstance(a.result, Speech)]
         latencies = sorted(a.latency for a in spoken) or [float("inf")]
         seconds = max(1e-9, time.monotonic() - begin)

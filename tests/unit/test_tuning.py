@@ -74,6 +74,24 @@ def test_a_trace_is_replayed_against_a_real_model(tmp_path):
     assert all(outcome.texts_per_s > 0 and outcome.failed == 0 for _, outcome in found.trials)
 
 
+def test_a_trial_that_was_cut_off_counts_for_nothing(tmp_path):
+    model = FishSpeech.load(write_random_checkpoint(tmp_path), device="cpu", max_batch_size=4)
+    cancel = threading.Event()
+    arrivals = poisson_arrivals(["One."], 50, rate=5.0)
+    threading.Timer(0.3, cancel.set).start()
+    with pytest.raises(CancelledError):
+        tune(replay_trial(model, arrivals, SamplingParams(max_new_tokens=8), cancel), cancel=cancel)
+
+    def second_is_cut_off(settings):
+        if cancelled:
+            raise CancelledError("cut off")
+        cancelled.append(settings)
+        return simulated(settings)
+
+    cancelled = []
+    assert len(tune(second_is_cut_off).trials) == 1
+
+
 def load_of(controller, demand, steps):
     """The limits that a controller chooses while `demand` requests are there at a time."""
     limits = []

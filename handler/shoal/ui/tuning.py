@@ -41,7 +41,8 @@ class TuningState(Job):
     def search(self) -> None:
         """Try settings, the best of the trials so far in view."""
         arrivals = poisson_arrivals(self.texts, self.requests, self.rate)
-        limit = self.model.scheduler.batch_limit
+        cache, limit = self.model.cache, self.model.scheduler.batch_limit
+        bounds = cache.cache_max_bytes, cache.cache_max_entries
         replayed = replay_trial(self.model, arrivals, self.params, self.cancel)
         trials: list[tuple[Settings, Outcome]] = []
 
@@ -62,8 +63,9 @@ class TuningState(Job):
                 progress=lambda done, total, what: self.post(progress=done / total, status=what),
                 cancel=self.cancel,
             )
-        finally:
+        finally:  # the trials emptied the cache and set its bounds
             self.model.scheduler.batch_limit = limit
+            cache.set_capacity(*bounds)
         self.post(found=found)
 
     def use(self) -> None:
