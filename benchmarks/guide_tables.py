@@ -2,9 +2,10 @@
 
     python -m benchmarks.guide_tables --checkpoint model_store/demo --batch 16 --rounds 3
 
-Each figure is the median of `--rounds`; in a round the strategies take turns, each in a fresh process with the same
-number of threads. The ratio is of seconds of work per second of sound, since no two systems speak a text equally long;
-the CPU ratio is the same of processor time, which other programs on the machine disturb less.
+Each figure is the median of `--rounds` (upstream, ten times slower, may sit out all but `--upstream-rounds` of them); in a
+round the strategies take turns, each in a fresh process with the same number of threads. The ratio is of seconds of work
+per second of sound, since no two systems speak a text equally long; the CPU ratio is the same of processor time, which
+other programs on the machine disturb less.
 
 Repeated texts: as many requests as texts, drawn from a quarter of them by Zipf's law, with caches empty at the start.
 What the strategies are: benchmarks/guide_strategies.py.
@@ -56,6 +57,7 @@ def main(
     only: Annotated[str, typer.Option(help="workloads whose name contains this")] = "",
     batch: Annotated[int, typer.Option(help="texts that decode at a time")] = 16,
     rounds: int = 3,
+    upstream_rounds: Annotated[int, typer.Option(help="rounds in which upstream runs too; default: all")] = 0,
     threads: Annotated[int, typer.Option(help="CPU threads of every process")] = 1,
     device: str = "cpu",
     dtype: str = "float32",
@@ -76,6 +78,8 @@ def main(
             runs: dict[str, list[dict[str, Any]]] = {strategy: [] for strategy in STRATEGIES}
             for round_ in range(rounds):
                 for strategy in STRATEGIES:
+                    if strategy == "none" and upstream_rounds and round_ >= upstream_rounds:
+                        continue
                     kind_of_number = ours if ours and strategy != "none" else dtype
                     job = Job(
                         strategy, str(directory), lines, batch, threads, device, kind_of_number, max_new_tokens,
@@ -89,6 +93,7 @@ def main(
     for verdict in verdicts:
         print(verdict)
     content = {"results": results, "verdicts": verdicts, "texts": texts, "rounds": rounds, "zipf": zipf, "batch": batch}
+    content |= {"upstream_rounds": upstream_rounds or rounds}
     content |= {"checkpoint": directory.name, "dtype": dtype, "ours": ours or dtype, "threads": threads}
     print(common.closing_line("guide_tables", **content, device=device, voice=bool(spoken)))
 
