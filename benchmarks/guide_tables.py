@@ -2,10 +2,10 @@
 
     python -m benchmarks.guide_tables --checkpoint model_store/demo --batch 16 --rounds 3
 
-Each figure is the median of `--rounds` (upstream, ten times slower, may sit out all but `--upstream-rounds` of them); in a
-round the strategies take turns, each in a fresh process with the same number of threads. The ratio is of seconds of work
-per second of sound, since no two systems speak a text equally long; the CPU ratio is the same of processor time, which
-other programs on the machine disturb less.
+Each figure is the median of `--rounds` (of `--upstream-rounds` for upstream, ten times slower, if that is given). In a
+round the strategies take turns, each in a fresh process with the same number of threads. The ratio is of seconds of
+work per second of sound, since no two systems speak a text equally long; the CPU ratio is the same of processor time,
+which other programs on the machine disturb less.
 
 Repeated texts: as many requests as texts, drawn from a quarter of them by Zipf's law, with caches empty at the start.
 What the strategies are: benchmarks/guide_strategies.py.
