@@ -30,6 +30,7 @@ from shoal.serving.limits import HandlerSettings
 from shoal.serving.metrics import RequestRecord, ServiceState
 from shoal.serving.replies import Reply, error_reply, kind_of, presentable, sse_delta, sse_done, sse_error
 from shoal.serving.schema import INFO_PATH, TTSRequest, is_openai_path, parse_request
+from shoal.serving.stepping import Stepper
 
 if TYPE_CHECKING:
     from shoal.features import Features
@@ -61,13 +62,18 @@ class _Job:
 
 
 class SpeechService:
-    """Serves one model to many requests. Not thread-safe: one thread calls everything."""
+    """Serves one model to many requests. Not thread-safe: one thread calls everything.
+
+    Args:
+        background: decode in a thread of its own, also between `leave` and `enter`; else within `run_slice` alone.
+    """
 
     def __init__(
         self,
         model: FishSpeech,
         settings: HandlerSettings | None = None,
         *,
+        background: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.model = model
@@ -85,6 +91,7 @@ class SpeechService:
         self._jobs: dict[str, _Job] = {}
         self._replies: dict[str, Reply] = {}  # final replies that wait for collect()
         self._records: list[RequestRecord] = []
+        self._stepper = Stepper(self._step, lambda: self._scheduler.idle) if background else None
 
     @property
     def pending(self) -> bool:
@@ -198,16 +205,38 @@ class SpeechService:
         seconds = self._slice_ms / 1000 if seconds is None else seconds
         begin = self._clock()
         self._expire(begin)
-        while self._jobs and not self._scheduler.idle:
+        try:
+            if self._stepper is not None:
+                self._stepper.release()
+                self._stepper.wait(seconds, seconds * _MIN_SLICE)
+                self._stepper.hold()
+                return
+            while self._jobs and not self._scheduler.idle:
+                news = self._step()
+                spent = self._clock() - begin
+                if spent >= seconds or (news and spent >= seconds * _MIN_SLICE):
+                    return
+        except Exception as exc:
+            self._fail_all(exc)
+
+    def leave(self) -> None:
+        """Nothing will be asked for a while: with `background` decoding goes on until `enter`."""
+        if self._stepper is not None and self.pending:
+            self._stepper.release()
+
+    def enter(self) -> None:
+        """To be called before anything else after `leave`."""
+        if self._stepper is not None:
             try:
-                finished = self._scheduler.step()
+                self._stepper.hold()
             except Exception as exc:
                 self._fail_all(exc)
-                return
-            first = self._take_audio()
-            spent = self._clock() - begin
-            if spent >= seconds or ((finished or first) and spent >= seconds * _MIN_SLICE):
-                return
+
+    def _step(self) -> bool:
+        """One step of the scheduler; whether there is something to tell: an utterance ended, a stream began."""
+        finished = self._scheduler.step()
+        first = self._take_audio()
+        return bool(finished) or first
 
     def _take_audio(self) -> bool:
         """Move streamed audio out of the scheduler; True when a stream has got its first."""
