@@ -4,8 +4,9 @@
 
 Upstream (fish-speech 0.1.0, one request at a time, whole static cache, whole head) and each batch size of ours take
 turns for `--repeats` rounds; the table shows medians, and the ratios are to upstream's medians in the same run: `ratio`
-of frames per second with the prompts' prefill included, `step_ratio` of decoding alone. MBU is the bytes of weights and
-KV that a step must read, over the bandwidth of a plain copy measured in the same process.
+of frames per second with the prompts' prefill included, `step_ratio` of decoding alone. Batch 1 is a model loaded with
+`max_batch_size=1`, whose weights a CPU gets laid out for one row. MBU is the bytes of weights and KV that a step must
+read, over the bandwidth of a plain copy measured in the same process.
 
 With `--dtype int8` upstream runs in float32 (bfloat16 on a GPU); `over_exact` is our speed over our own in that dtype,
 in the same rounds, and a line says how far the quantised model's choices are from the exact one's.
@@ -52,6 +53,9 @@ def main(
     reference_dtype = dtype if dtype != "int8" else "float32" if device == "cpu" else "bfloat16"
     exact = FishSpeech.load(directory, device=device, dtype=reference_dtype, codec_workers=0)
     speech = exact if dtype != "int8" else FishSpeech.load(directory, device=device, dtype=dtype, codec_workers=0)
+    # As who speaks one text at a time would load it: a CPU has a layout of its own for that.
+    lone_dtypes = {reference_dtype, dtype} if 1 in sizes and device == "cpu" else set()
+    lone = {kind: FishSpeech.load(directory, device=device, dtype=kind, max_batch_size=1) for kind in lone_dtypes}
     baseline = None
     if upstream:
         baseline = UpstreamBaseline.load(directory, device=device, dtype=getattr(torch, reference_dtype))
@@ -65,6 +69,7 @@ def main(
         return frames / total, statistics.median(calls[1:])
 
     def run_ours(rows: int, speech: FishSpeech) -> tuple[float, float]:
+        speech = lone.get(speech.precision, speech) if rows == 1 else speech
         engine = new_engine(speech, rows, graphs)
         prompt = text_prompt(speech.tokenizer, speech.num_codebooks, common.TEXT)
         for i in range(rows):
@@ -117,7 +122,11 @@ def main(
     difference = compare_precision(exact, speech) if exact is not speech else None
     if difference:
         print(f"{dtype} against {reference_dtype}: " + ", ".join(f"{k} {v}" for k, v in difference.items()))
-    profiles = {rows: profile_step(speech, rows, frames, device) for rows in sizes} if profile else None
+    profiles = None
+    if profile:
+        profiles = {
+            rows: profile_step(lone.get(dtype, speech) if rows == 1 else speech, rows, frames, device) for rows in sizes
+        }
     for rows, parts in (profiles or {}).items():
         total = sum(parts.values())
         print(f"batch {rows}: " + ", ".join(f"{k} {v:.2f} ms ({v / total:.0%})" for k, v in parts.items()))

@@ -12,6 +12,7 @@ from shoal.checkpoint import Checkpoint, check_state, convert, open_checkpoint
 from shoal.errors import RequestError
 from shoal.model.dual_ar import DualAR, load_dual_ar
 from shoal.model.firefly import Firefly, fold_weight_norm
+from shoal.model.linear import PACKED_FOR_MANY
 from shoal.tokenizer import Tokenizer
 
 
@@ -24,7 +25,7 @@ class Weights:
     tokenizer: Tokenizer
     fingerprint: str  # of the checkpoint
     precision: str  # "float32", "bfloat16", "float16" or "int8"
-    packed: bool  # as asked for: where the layout does not exist, the layers are plain
+    packed: int  # for how many rows, as asked for: where there is no such layout, or for 0, the layers are plain
 
     @property
     def nbytes(self) -> int:
@@ -33,7 +34,7 @@ class Weights:
         return sum({t.data_ptr(): t.nbytes for t in tensors}.values())
 
 
-Key = tuple[str, str, str, bool]  # fingerprint, device, precision, packed
+Key = tuple[str, str, str, int, torch.dtype]  # fingerprint, device, precision, packed, of the codec's decoder
 
 _shared: dict[Key, Weights] = {}
 _loading = threading.Lock()
@@ -45,13 +46,16 @@ def load_weights(
     dtype: str | torch.dtype = "auto",
     *,
     share: bool = False,
-    pack: bool = True,
+    pack: int = PACKED_FOR_MANY,
+    codec_dtype: str | torch.dtype = "float32",
 ) -> Weights:
     """The networks of a checkpoint directory: those that the process shares where there are such, else loaded.
 
     Args:
         share: keep them for the next call.
-        pack: put the layers into the layout that a CPU multiplies fastest (model/linear.py).
+        pack: put the layers into the layout that a CPU multiplies with so many rows fastest (model/linear.py); 0: leave
+            them plain.
+        codec_dtype: arithmetic in which sound is made; codes are found in float32 whatever it is.
 
     Raises:
         CheckpointError: the directory cannot be used; the message says why and what to do.
@@ -60,12 +64,13 @@ def load_weights(
     where, checkpoint = pick_device(device), open_checkpoint(path)
     int8 = dtype in ("int8", torch.int8) or (dtype == "auto" and checkpoint.quantised)
     precision = "int8" if int8 else str(_pick_dtype(dtype, device)).removeprefix("torch.")
-    key = (checkpoint.fingerprint, str(where), precision, pack)
+    sounds = _pick_dtype(codec_dtype, "cpu")
+    key = (checkpoint.fingerprint, str(where), precision, pack, sounds)
     if not share:
-        return _shared.get(key) or _load(checkpoint, where, precision, pack)
+        return _shared.get(key) or _load(checkpoint, where, precision, pack, sounds)
     with _loading:
         if key not in _shared:
-            _shared[key] = _load(checkpoint, where, precision, pack)
+            _shared[key] = _load(checkpoint, where, precision, pack, sounds)
         return _shared[key]
 
 
@@ -119,17 +124,19 @@ def pick_device(device: str) -> torch.device:
 
 
 def _key(weights: Weights) -> Key:
-    return weights.fingerprint, str(weights.model.device), weights.precision, weights.packed
+    sounds = weights.codec.head.conv_pre.conv.weight.dtype
+    return weights.fingerprint, str(weights.model.device), weights.precision, weights.packed, sounds
 
 
-def _load(checkpoint: Checkpoint, where: torch.device, precision: str, pack: bool) -> Weights:
+def _load(checkpoint: Checkpoint, where: torch.device, precision: str, pack: int, sounds: torch.dtype) -> Weights:
     tokenizer = Tokenizer.from_file(checkpoint.tokenizer_file)
     last = min(tokenizer.semantic_end_id, tokenizer.semantic_begin_id + checkpoint.config.codebook_size - 1)
     head_ids = [tokenizer.im_end_id, *range(tokenizer.semantic_begin_id, last + 1)]
     int8 = precision == "int8"
     dtype = _pick_dtype("auto", where.type) if int8 else getattr(torch, precision)
     model = load_dual_ar(checkpoint, head_ids, where, dtype, pack=pack, int8=int8)
-    return Weights(model, load_codec(checkpoint, where), tokenizer, checkpoint.fingerprint, precision, pack)
+    codec = load_codec(checkpoint, where).decoder_to(sounds)
+    return Weights(model, codec, tokenizer, checkpoint.fingerprint, precision, pack)
 
 
 def _pick_dtype(dtype: str | torch.dtype, device: str) -> torch.dtype:

@@ -109,3 +109,16 @@ def test_make_demo_and_the_notebook_speak_phrases_of_the_book(phrases):
     parameters = {}
     exec("".join(notebook["cells"][1]["source"]), parameters)
     assert book.issuperset((*ALONE, *TOGETHER, *parameters["TEXTS"]))
+
+
+def test_sound_made_in_bfloat16_is_the_same_speech(speech):
+    """Its codes are equal, and what the arithmetic adds to the sound is far below it."""
+    rough = FishSpeech.load(DEMO, device="cpu", codec_dtype="bfloat16")
+    params = SamplingParams(seed=3)
+    exact, made = (m.synthesize("Thank you for calling.", params=params, use_cache=False) for m in (speech, rough))
+    assert (exact.features.codes == made.features.codes).all()
+    noise = made.audio - exact.audio
+    assert 0 < (noise**2).mean() < (exact.audio**2).mean() / 1000
+    voice = speech.voices.names()[0]
+    codes = [m.voices.resolve(voice).prompt.codes[0] for m in (speech, rough)]
+    assert (codes[0] == codes[1]).all()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from shoal.model.linear import Int8Linear, PackedLinear, can_pack, replace_linears, weight_bytes
+from shoal.model.linear import PACKED_FOR_MANY, Int8Linear, PackedLinear, can_pack, replace_linears, weight_bytes
 from shoal.random_checkpoint import write_random_checkpoint
 from shoal.sampling import SamplingParams
 from shoal.speech import FishSpeech
@@ -18,11 +18,12 @@ def plain(bias: bool = True) -> nn.Linear:
 
 @pytest.mark.skipif(not can_pack("cpu", torch.float32), reason="this PyTorch has no packed layers")
 @pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("rows", [1, PACKED_FOR_MANY])
 @pytest.mark.parametrize("shape", [(1,), (16,), (3, 5), (2, 700)])
-def test_packed_layers_equal_plain_ones(bias, shape):
+def test_packed_layers_equal_plain_ones(bias, shape, rows):
     linear, x = plain(bias), torch.randn(*shape, 96)
     with torch.inference_mode():
-        torch.testing.assert_close(PackedLinear(linear)(x), linear(x), atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(PackedLinear(linear, rows)(x), linear(x), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("shape", [(1,), (16,), (3, 5)])

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from shoal.checkpoint import SCALES, Checkpoint, check_state, convert
 from shoal.config import DualARConfig
 from shoal.model.kv_cache import KVCache
-from shoal.model.linear import Int8Linear, PackedLinear, can_pack, dequantise_rows, replace_linears
+from shoal.model.linear import PACKED_FOR_MANY, Int8Linear, PackedLinear, can_pack, dequantise_rows, replace_linears
 
 
 class Block(nn.Module):
@@ -266,12 +266,13 @@ def load_dual_ar(
     device: torch.device | str,
     dtype: torch.dtype,
     *,
-    pack: bool = True,
+    pack: int = PACKED_FOR_MANY,
     int8: bool = False,
 ) -> DualAR:
     """The transformer with a checkpoint's weights, its head reduced to the vocabulary rows `head_ids`.
 
-    `pack` puts the weights into the layout that a CPU multiplies fastest, where there is one (model/linear.py).
+    `pack` puts the weights into the layout that a CPU multiplies with so many rows fastest, where there is one
+    (model/linear.py); 0 leaves them plain.
     `int8` keeps the layers' weights in one byte each and the embeddings in two.
 
     Raises:
@@ -327,7 +328,7 @@ def load_dual_ar(
         for table in (model.embeddings, model.codebook_embeddings, model.fast_embeddings):
             table.weight.data = table.weight.data.bfloat16()
     if pack and can_pack(device, dtype):
-        replace_linears(model, PackedLinear)
+        replace_linears(model, lambda linear: PackedLinear(linear, pack))
     return model
 
 

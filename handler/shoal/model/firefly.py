@@ -183,6 +183,16 @@ class Firefly(nn.Module):
     def _dtype(self) -> torch.dtype:
         return self.head.conv_pre.conv.weight.dtype
 
+    @property
+    def _encoder_dtype(self) -> torch.dtype:
+        return self.backbone.norm.weight.dtype
+
+    def decoder_to(self, dtype: torch.dtype) -> Firefly:
+        """Have sound made in another arithmetic; codes are still found, and looked up, in the one they were."""
+        self.quantizer.upsample.to(dtype)
+        self.head.to(dtype)
+        return self
+
     def frame_lengths(self, lengths: Tensor) -> Tensor:
         """Code frames of waveforms of `lengths` samples: whole mel frames, in groups of which the last may be partial.
 
@@ -220,7 +230,7 @@ class Firefly(nn.Module):
         mel: (B, n_mels, T); steps: (B,) valid mel frames, all of them by default.
         Returns (B, dims[-1], frames) and codes (B, num_codebooks, frames) int16.
         """
-        x = self.backbone(mel.to(self._dtype))
+        x = self.backbone(mel.to(self._encoder_dtype))
         for stage in self.quantizer.downsample:
             # A group that spans a row's end must see zeros there, as it would at the end of the batch.
             if steps is not None:
@@ -318,8 +328,8 @@ class Firefly(nn.Module):
             known = min(context + start, self.context_frames)
             window = codes[:, :, context + start - known : context + stop]
             features = self.quantizer.residual_fsq.lookup(
-                window if len(rows) == len(codes) else window[rows], self._dtype
-            )
+                window if len(rows) == len(codes) else window[rows], self._encoder_dtype
+            ).to(self._dtype)
             for i, row in zip(rows, self.synthesize(features, known), strict=True):
                 samples = (min(stop, ends[i]) - start) * scale
                 audio[i, start * scale : start * scale + samples] = row[:samples]

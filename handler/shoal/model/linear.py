@@ -2,27 +2,33 @@
 
 `PackedLinear`, for a CPU: a decode step multiplies few rows by large matrices. A plain matrix has to be rearranged for
 the processor's vectors in every such call, which costs several times the product itself; here that is done once, when a
-model is loaded. The layout is oneDNN's own and opaque: a packed layer cannot be trained, converted or saved.
+model is loaded. The layout is oneDNN's own and opaque: a packed layer cannot be trained, converted or saved. There is
+another for one row, which reads memory at its full speed: a third faster with one row, a tenth slower with more.
 
 `Int8Linear`: one byte a weight, for machines whose memory or its bandwidth is short.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
-_ROWS = 16  # oneDNN picks the layout for this many rows; measured good from 1 to 32
+PACKED_FOR_MANY = 16  # rows that oneDNN picks the layout for; measured good from 2 to 32
 
 
 class PackedLinear(nn.Module):
-    """x (..., in) -> (..., out), with the weight and bias of a Linear whose own copy can then be freed."""
+    """x (..., in) -> (..., out), with the weight and bias of a Linear whose own copy can then be freed.
 
-    def __init__(self, linear: nn.Linear) -> None:
+    rows: how many rows of x the layout is for; any number is computed.
+    """
+
+    def __init__(self, linear: nn.Linear, rows: int = PACKED_FOR_MANY) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.weight_bytes = linear.weight.nbytes
-        self._packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), _ROWS)
+        self._packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), rows)
         self.bias = None if linear.bias is None else nn.Parameter(linear.bias.detach(), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -85,8 +91,8 @@ def can_pack(device: torch.device | str, dtype: torch.dtype) -> bool:
         return False
 
 
-def replace_linears(module: nn.Module, kind: type[PackedLinear] | type[Int8Linear]) -> None:
-    """Replace every Linear below `module` by one of `kind`, one by one, so that memory holds only one of them twice."""
+def replace_linears(module: nn.Module, kind: Callable[[nn.Linear], nn.Module]) -> None:
+    """Replace every Linear below `module` by what `kind` makes of it; one by one, so that only one is held twice."""
     with torch.inference_mode():
         for name, child in list(module.named_children()):
             if isinstance(child, nn.Linear):

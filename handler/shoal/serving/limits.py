@@ -41,6 +41,7 @@ class HandlerSettings(BaseModel):
     checkpoint: str | None = None  # directory; relative means relative to the archive; None: SHOAL_CHECKPOINT or inside
     device: str = "auto"
     dtype: Literal["auto", "float32", "bfloat16", "float16", "int8"] = "auto"
+    codec_dtype: Literal["float32", "bfloat16"] = "float32"
     threads: int | None = Field(None, gt=0)
     max_batch_size: int = Field(16, gt=0)  # slots of the engine
     batch_limit: int | None = Field(None, gt=0)  # rows decoded at once, can be lowered live; None: all slots
