@@ -113,7 +113,8 @@ def run_shoal(job: Job, voice: Voice | None) -> Outcome:
         model = load()
     clock = _Clock(model)
     pipeline = OptimizedSpeechPipeline(model, default_batch_size=job.batch, enable_feature_caching=everything)
-    params = SamplingParams(max_new_tokens=job.max_new_tokens)  # no seed: a repeated text may be answered from a cache
+    # With no seed a repeated text may be answered from a cache; with one the strategies without speak the same.
+    params = SamplingParams(max_new_tokens=job.max_new_tokens, seed=None if everything else job.seed)
     for result in pipeline.iter_optimized_speech(job.texts, voice, params):
         if isinstance(result, ShoalError):
             out.failed += 1

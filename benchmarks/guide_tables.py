@@ -77,7 +77,8 @@ def main(
                 continue
             runs: dict[str, list[dict[str, Any]]] = {strategy: [] for strategy in STRATEGIES}
             for round_ in range(rounds):
-                for strategy in STRATEGIES:
+                # There and back again, so that what changes slowly on a machine favours nobody.
+                for strategy in STRATEGIES if round_ % 2 == 0 else reversed(STRATEGIES):
                     if strategy == "none" and upstream_rounds and round_ >= upstream_rounds:
                         continue
                     kind_of_number = ours if ours and strategy != "none" else dtype

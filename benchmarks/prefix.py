@@ -3,16 +3,19 @@
     python -m benchmarks.prefix --size real --seconds 10
 
 Cold: the voice is prefilled, then the text. Warm: the text alone, behind a copy of the voice's prefix. Both are
-measured in turn, for each of `--batch` requests at a time; ends in one JSON line. Upstream prefills the voice always.
+measured in turn, with a short text and a longer one, for each of `--batch` requests at a time, until all of them have
+their first frame; ends in one JSON line. Upstream prefills the voice always.
 """
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from typing import Annotated
 
 import torch
 import typer
+from shoal.engine import Engine
 from shoal.prompt import VoicePrompt, text_prompt, voice_prefix
 from shoal.sampling import SamplingParams
 from shoal.speech import FishSpeech
@@ -20,6 +23,7 @@ from shoal.speech import FishSpeech
 from benchmarks import common
 from benchmarks.engine import new_engine
 
+_SHORT = "Hello, nice to meet you."
 _SPOKEN = "This is what the reference recording says, about ten seconds of it, so that the voice is known well enough."
 
 
@@ -38,9 +42,9 @@ def main(
     frames = round(seconds * speech.codec.config.frames_per_second)
     codes = torch.randint(0, 1000, (speech.num_codebooks, frames), dtype=torch.int16)
     voice = voice_prefix(speech.tokenizer, speech.num_codebooks, VoicePrompt((_SPOKEN,), (codes,)))
-    text = text_prompt(speech.tokenizer, speech.num_codebooks, common.TEXT)
+    texts = [text_prompt(speech.tokenizer, speech.num_codebooks, line) for line in (_SHORT, common.TEXT)]
     rows_out = []
-    for rows in map(int, batch.split(",")):
+    for text, rows in itertools.product(texts, map(int, batch.split(","))):
         cold, warm = [], []
         for round_ in range(repeats + 1):
             engine = new_engine(speech, rows)
@@ -49,13 +53,14 @@ def main(
             for name, prompt, known in (("cold", torch.cat([voice, text], dim=1), None), ("warm", text, prefix)):
                 for i in range(rows):
                     engine.submit(prompt, SamplingParams(seed=i), prefix=known, force_frames=1)
-                times[name] = common.timed(engine.step, device)
+                times[name] = common.timed(lambda engine=engine: first_frames(engine), device)
             if round_:  # the first warms up
                 cold.append(times["cold"])
                 warm.append(times["warm"])
         before, after = statistics.median(cold), statistics.median(warm)
         rows_out.append(
             {
+                "text_positions": text.shape[1],
                 "batch": rows,
                 "cold_ms": round(1000 * before, 1),
                 "warm_ms": round(1000 * after, 1),
@@ -63,7 +68,7 @@ def main(
                 "prefix_mb": round(prefix.nbytes / 1e6, 2),
             }
         )
-    print(f"{size}, {speech.precision}, {device}: {voice.shape[1]} positions of voice, {text.shape[1]} of text")
+    print(f"{size}, {speech.precision}, {device}: {voice.shape[1]} positions of voice")
     print(common.table(rows_out[0], [row.values() for row in rows_out]))
     print(
         common.closing_line(
@@ -76,6 +81,12 @@ def main(
             rows=rows_out,
         )
     )
+
+
+def first_frames(engine: Engine) -> None:
+    """Step until every request that was waiting has had a frame: long prompts are not all prefilled in one step."""
+    while engine.waiting:
+        engine.step()
 
 
 if __name__ == "__main__":
