@@ -6,6 +6,7 @@ import base64
 import io
 import json
 import re
+import threading
 import time
 import wave
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +21,8 @@ from shoal.project import project_root
 from shoal.random_checkpoint import write_random_checkpoint
 from shoal.serving.control import set_limits
 from shoal.serving.server import TorchServe
+from shoal.serving.watch import Watch
+from shoal.tuning import LimitController
 
 pytestmark = pytest.mark.server
 
@@ -299,6 +302,33 @@ def test_what_is_too_much_is_told_to_come_back_at_once_and_the_rest_is_served(se
     assert 0 < len(turned_away) <= 16
     assert all(reply.headers["Retry-After"] == "2" and reply.json()["type"] == "overloaded" for reply in turned_away)
     assert [reply.status_code for reply in replies].count(200) == 40 - len(turned_away)
+
+
+def test_a_watch_sees_what_the_server_does_and_its_limit_follows_the_load(server):
+    set_limits(server.control_file, batch_limit=1)
+    controller = LimitController(1, most=4, p95_s=0.01, rest=2)  # a bound that no load meets: the limit must rise
+    stop, seen = threading.Event(), []
+
+    def client(i):
+        while not stop.is_set():
+            assert post(server, request(f"Text {i}.", use_memory_cache="off")).status_code == 200
+
+    with Watch(server.url, every_s=0.3, on_point=seen.append) as watch, ThreadPoolExecutor(6) as pool:
+        clients = [pool.submit(client, i) for i in range(6)]
+        watch.follow(controller, server.control_file)
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline and not (watch.points and watch.points[-1].batch_limit == 4):
+            time.sleep(0.1)
+        stop.set()
+        for done in clients:
+            done.result(TIMEOUT_S)
+        watch.follow(None)
+    assert watch.error is None and seen == watch.points
+    limits = [point.batch_limit for point in seen]
+    assert limits[-1] == 4 and limits == sorted(limits) and set(limits) <= {1, 2, 4}, "it rises, a step at a time"
+    last = seen[-1]
+    assert last.requests > 0 and 0 < last.p50_s <= last.p95_s and last.texts_per_s > 0 and last.live <= 4
+    set_limits(server.control_file, batch_limit=None)
 
 
 @pytest.mark.slow

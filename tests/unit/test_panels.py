@@ -18,6 +18,7 @@ from shoal.ui.batch import BatchPanel
 from shoal.ui.cache import CachePanel
 from shoal.ui.device import DevicePanel
 from shoal.ui.realtime import RealtimePanel
+from shoal.ui.tuning import TuningPanel
 
 TEXTS = ["One and one.", "Two.", "Three, three.", "Four."]
 SHORT = SamplingParams(seed=3, max_new_tokens=10)
@@ -162,3 +163,30 @@ def test_a_panel_refuses_what_its_state_cannot_be(model):
         panel.state.batch_limit = 0
     with pytest.raises(RequestError):
         model.synthesize("")
+
+
+def test_the_tuning_panel_tries_settings_and_puts_the_best_to_use(model):
+    panel = TuningPanel(model, TEXTS, SHORT)
+    state = panel.state
+    assert press(panel, "Use what was found") == "failed" and "press Search" in panel.job.error.value
+    state.batch_limits, state.waits_s = [1, 4], (0.0,)
+    state.rate, state.requests, state.cache_mb, state.bounded = 50.0, 4, 8, False
+    before = model.cache.cache_max_bytes
+    assert press(panel, "Search") == "done"
+    assert {s.cache_bytes for s, _ in state.trials} == {0, 8 << 20} and len(state.trials) >= 3
+    assert model.cache.cache_max_bytes == before, "trials leave the cache as it was"
+    assert panel.table.value.count("<tr>") == len(state.trials) + 1 and "8 MB" in panel.picture.value
+    assert press(panel, "Use what was found") == "done"
+    best = state.found.best
+    assert model.scheduler.batch_limit == best.batch_limit and state.wait_s == best.wait_s
+    assert model.cache.cache_max_bytes == best.cache_bytes
+
+
+def test_a_preset_sets_all_that_it_names(model):
+    panel = TuningPanel(model, TEXTS, SHORT)
+    panel.preset.value = "low_latency"
+    assert model.scheduler.batch_limit == 2 and model.cache.cache_max_bytes == 256 * 2**20
+    assert panel.state.wait_s == 0.01 and panel.state.stream
+    assert all(word in panel.chosen.value for word in ("10", "256", "streamed", "soon", "바로"))
+    panel.preset.value = "high_throughput"
+    assert model.scheduler.batch_limit == 8 and not panel.state.stream and "whole" in panel.chosen.value

@@ -1,4 +1,7 @@
-"""A TorchServe that outlives the command that started it: a file says where it is, another command stops it."""
+"""A TorchServe that outlives the command that started it: a file says where it is, another command stops it.
+
+So do servers whose program was killed: each is noted while it runs, and the next program ends those without an owner.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from shoal.serving.processes import deferred_signals, end_group, group_members
-from shoal.serving.server import Ports, TorchServe, frontend_pid
+from shoal.serving.server import Ports, ServerError, TorchServe, frontend_pid
 
 
 @dataclass(frozen=True)
@@ -30,16 +33,23 @@ class Background:
 
 def detach(server: TorchServe, state_file: Path) -> Background:
     """Leave a started server running when this process ends, and write down how to find it."""
+    left = note(server, state_file)
+    server.release()
+    return left
+
+
+def note(server: TorchServe, state_file: Path) -> Background:
+    """Write down how to find a server that runs."""
     import psutil
 
-    run_dir, log_dir = server.run_dir, server.log_dir
-    group = server.release()
+    if server.pid is None:
+        raise ServerError("this TorchServe is not running")
     left = Background(
-        pid=group,
-        created=psutil.Process(group).create_time(),
+        pid=server.pid,
+        created=psutil.Process(server.pid).create_time(),
         name=server.name,
-        run_dir=str(run_dir),
-        log_dir=str(log_dir),
+        run_dir=str(server.run_dir),
+        log_dir=str(server.log_dir),
         ports=server.ports,
     )
     state_file.parent.mkdir(parents=True, exist_ok=True)
@@ -68,6 +78,35 @@ def running(state_file: Path) -> Background | None:
     shutil.rmtree(left.run_dir, ignore_errors=True)
     state_file.unlink(missing_ok=True)
     return None
+
+
+def own_folder(folder: Path) -> Path:
+    """A directory in `folder` that tells, by its name, that this process made it; for a server's note and archive."""
+    import psutil
+
+    me = psutil.Process()
+    mine = folder / f"{me.pid}-{int(me.create_time())}"
+    mine.mkdir(parents=True, exist_ok=True)
+    return mine
+
+
+def stop_orphans(folder: Path) -> int:
+    """Stop the servers noted in `own_folder`s of processes that are gone, and remove those; returns how many ran."""
+    import psutil
+
+    stopped = 0
+    for place in folder.glob("*-*"):
+        pid, _, created = place.name.partition("-")
+        if not (pid.isdigit() and created.isdigit()):
+            continue
+        try:
+            alive = int(psutil.Process(int(pid)).create_time()) == int(created)
+        except psutil.NoSuchProcess:
+            alive = False
+        if not alive:
+            stopped += sum(stop(file) for file in place.rglob("server.json"))
+            shutil.rmtree(place, ignore_errors=True)
+    return stopped
 
 
 def stop(state_file: Path, grace_s: float = 10.0) -> bool:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
+
+from shoal.monitoring import percentile
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +58,43 @@ class ServiceState:
     cache_hits: dict[str, int]  # by tier, so far
     cache_evictions: int  # from memory, so far
     memory_bytes: int  # of the process on a CPU, reserved of the card on a GPU
+
+
+class Recent:
+    """The requests that were answered lately, summed up for whoever asks: a dashboard, or what steers the limits.
+
+    Args:
+        window_s: how long a request counts.
+        capacity: requests that are kept at most; the oldest leave.
+    """
+
+    def __init__(self, window_s: float = 10.0, capacity: int = 1000) -> None:
+        self._window_s = window_s
+        self._kept: deque[tuple[float, RequestRecord]] = deque(maxlen=capacity)
+        self._begin: float | None = None  # when the first came
+
+    def add(self, now: float, record: RequestRecord) -> None:
+        """Note a request that ended now; only what was answered counts."""
+        if self._begin is None:
+            self._begin = now - record.seconds
+        if record.outcome == "ok":
+            self._kept.append((now, record))
+
+    def summary(self, now: float) -> dict[str, Any]:
+        """Requests, percentiles of their seconds, texts per second, hit rate; all None where there was no request."""
+        span = min(self._window_s, max(1e-3, now - self._begin)) if self._begin is not None else self._window_s
+        records = [record for at, record in self._kept if now - at <= self._window_s]
+        seconds = sorted(record.seconds for record in records)
+        told: dict[str, Any] = {"window_s": self._window_s, "requests": len(records)}
+        if not records:
+            return told | dict.fromkeys(("p50_s", "p95_s", "texts_per_s", "audio_s_per_s", "hit_rate"))
+        return told | {
+            "p50_s": round(percentile(seconds, 0.5), 4),
+            "p95_s": round(percentile(seconds, 0.95), 4),
+            "texts_per_s": round(len(records) / span, 3),
+            "audio_s_per_s": round(sum(record.audio_seconds for record in records) / span, 3),
+            "hit_rate": round(sum(record.cache_hit for record in records) / len(records), 4),
+        }
 
 
 class MetricsEmitter:

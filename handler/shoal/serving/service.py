@@ -27,7 +27,7 @@ from shoal.scheduler import SpeechRequest, Utterance
 from shoal.serving.audio import CONTENT_TYPES, StreamEncoder, decode_reference, encode_audio
 from shoal.serving.control import LiveLimits
 from shoal.serving.limits import HandlerSettings
-from shoal.serving.metrics import RequestRecord, ServiceState
+from shoal.serving.metrics import Recent, RequestRecord, ServiceState
 from shoal.serving.replies import Reply, error_reply, kind_of, presentable, sse_delta, sse_done, sse_error
 from shoal.serving.schema import INFO_PATH, TTSRequest, is_openai_path, parse_request
 from shoal.serving.stepping import Stepper
@@ -91,6 +91,7 @@ class SpeechService:
         self._jobs: dict[str, _Job] = {}
         self._replies: dict[str, Reply] = {}  # final replies that wait for collect()
         self._records: list[RequestRecord] = []
+        self._recent = Recent()
         self._stepper = Stepper(self._step, lambda: self._scheduler.idle) if background else None
 
     @property
@@ -319,6 +320,7 @@ class SpeechService:
             "threads": torch.get_num_threads(),
             "codec_workers": self._scheduler.sound.workers,
             "slice_ms": self._slice_ms,
+            "recent": self._recent.summary(self._clock()),
             "cache": self._describe_cache(),
         }
 
@@ -506,3 +508,4 @@ class SpeechService:
                 job.request.text[:200] if self.settings.log_texts else None,
             )
         )
+        self._recent.add(now, self._records[-1])

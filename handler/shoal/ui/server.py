@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import shutil
 import tempfile
 import threading
 import time
@@ -18,9 +19,11 @@ import traitlets
 from shoal.archive import build_archive
 from shoal.errors import RequestError, ShoalError
 from shoal.monitoring import PerformanceTracker, percentile
-from shoal.project import project_root
+from shoal.project import project_root, state_dir
+from shoal.serving.background import note, own_folder, stop_orphans
 from shoal.serving.control import set_limits
 from shoal.serving.server import TorchServe
+from shoal.tuning import LimitController
 from shoal.ui.controls import Panel, number_slider, panel
 from shoal.ui.jobs import Job, JobView
 from shoal.ui.svg import line_chart
@@ -28,6 +31,7 @@ from shoal.ui.tables import html_table
 
 _WINDOW_S = 1.0  # of one point in the pictures
 _TIMEOUT_S = 120
+_KEPT = 600  # points, of which the oldest leave
 
 
 class ServerState(Job):
@@ -39,6 +43,8 @@ class ServerState(Job):
     batch_limit = traitlets.Int(16, min=1, max=64)
     cache_mb = traitlets.Int(64, min=0)
     use_cache = traitlets.Bool(False)
+    follow = traitlets.Bool(False)  # the batch limit follows the load
+    p95_s = traitlets.Float(1.0, min=0.05)  # what 95% of requests should stay under then
     points = traitlets.List()  # (seconds, p50, p95, texts per second, live rows, limit)
     info = traitlets.Dict()
 
@@ -48,22 +54,27 @@ class ServerState(Job):
         self.server: TorchServe | None = None
         self.tracker = PerformanceTracker()
         self.sound: bytes | None = None  # the last reply
-        self._store: tempfile.TemporaryDirectory[str] | None = None
+        self._place: Path | None = None  # of the archive, and of the note that lets the next kernel find an orphan
         self._begin = 0.0
+        self._controller: LimitController | None = None
         self.observe(self._set_limits, ["batch_limit", "cache_mb"])
+        self.observe(self._forget_controller, ["follow", "p95_s"])
 
     def start_server(self) -> None:
-        """Build the archive and start TorchServe on free ports."""
+        """Build the archive and start TorchServe on free ports; what a killed kernel left running is stopped first."""
         if self.server is not None:
             return
         self.post(status="building the archive ...", progress=0.1)
-        self._store = tempfile.TemporaryDirectory(prefix="shoal-notebook-")
-        archive = build_archive(self._store.name, checkpoint=self.checkpoint)
+        folder = state_dir() / "notebooks"
+        stop_orphans(folder)
+        self._place = Path(tempfile.mkdtemp(dir=own_folder(folder)))
+        archive = build_archive(self._place, checkpoint=self.checkpoint)
         self.check()
         config = project_root() / "config.properties"
         server = TorchServe(archive, config=config if config.is_file() else None)
         server.start()
         try:
+            note(server, self._place / "server.json")
             server.wait_ready(300, lambda seconds, what: self._wait(f"{what} ... {seconds:.0f} s"))
         except BaseException:
             server.stop()
@@ -78,9 +89,9 @@ class ServerState(Job):
         if server is not None:
             self.post(status="stopping ...")
             server.stop()
-        if self._store is not None:
-            self._store.cleanup()
-            self._store = None
+        if self._place is not None:
+            shutil.rmtree(self._place, ignore_errors=True)
+            self._place = None
         self.post(up=False)
 
     def send_load(self) -> None:
@@ -89,17 +100,19 @@ class ServerState(Job):
             raise RequestError("no server runs: press Start the server first")
         end = time.monotonic() + self.seconds
         stop, lock, window = threading.Event(), threading.Lock(), deque[tuple[float, float, dict[str, Any]]]()
-        errors: list[str] = []
+        failed, first_error = itertools.count(1), ""
+        failures = 0
         points = list(self.points)
         number = itertools.count()
 
         def client() -> None:
+            nonlocal failures, first_error
             while not stop.is_set():
                 begin = time.monotonic()
                 try:
                     heard = self.say(self.texts[next(number) % len(self.texts)])
                 except ShoalError as error:
-                    errors.append(str(error))
+                    failures, first_error = next(failed), first_error or str(error)
                     stop.wait(0.5)
                     continue
                 now = time.monotonic()
@@ -124,9 +137,10 @@ class ServerState(Job):
                     rate = len(done) / (now - last)
                     self.tracker.add_throughput_data(len(done), now - last)
                     point = (now - self._begin, p50, p95, rate, told["live"], told["batch_limit"])
-                    points.append(point)
-                    self.post(points=list(points))
+                    points = [*points, point][-_KEPT:]
+                    self.post(points=points)
                     last = now
+                    self._steer(p95, told)
                 self.post(
                     info=told,
                     progress=min(1.0, (now - started) / self.seconds),
@@ -136,8 +150,8 @@ class ServerState(Job):
             stop.set()
             for thread in threads:
                 thread.join(_TIMEOUT_S)
-        if errors:
-            raise ShoalError(f"{len(errors)} requests failed, such as: {errors[0]}")
+        if failures:
+            raise ShoalError(f"{failures} requests failed, such as: {first_error}")
 
     def say(self, text: str) -> dict[str, Any]:
         """One whole request; what its reply tells: audio seconds, cache hit, batch size.
@@ -176,9 +190,28 @@ class ServerState(Job):
         self.check()
         self.post(status=status, progress=0.5)
 
+    def _steer(self, p95: float, told: dict[str, Any]) -> None:
+        """Move the limit as the load of the last window wants it, if it is to follow."""
+        if not self.follow:
+            return
+        if self._controller is None:
+            most = min(16, told["max_batch_size"])
+            limit = min(told["batch_limit"], most)
+            self._controller = LimitController(limit, most=most, p95_s=self.p95_s)
+        wanted = self._controller.observe(p95, told["waiting"], told["live"])
+        if wanted != told["batch_limit"]:
+            self.post(batch_limit=wanted)
+
+    def _forget_controller(self, *_: Any) -> None:
+        self._controller = None
+
     def _set_limits(self, *_: Any) -> None:
-        if self.server is not None:
+        if self.server is None:
+            return
+        try:
             set_limits(self.server.control_file, batch_limit=self.batch_limit, cache_bytes=self.cache_mb * 2**20)
+        except ShoalError as error:
+            self.post(error=str(error))
 
 
 class ServerPanel(Panel):
@@ -199,7 +232,9 @@ class ServerPanel(Panel):
         self.job = JobView(state, actions)
         self.latency, self.throughput, self.table = widgets.HTML(), widgets.HTML(), widgets.HTML()
         self.use_cache = widgets.Checkbox(description="answer repeats from the cache", indent=False)
+        self.follow = widgets.Checkbox(description="the batch limit follows the load", indent=False)
         traitlets.link((state, "use_cache"), (self.use_cache, "value"))
+        traitlets.link((state, "follow"), (self.follow, "value"))
         self.view = panel(
             "A running server",
             "실행 중인 서버",
@@ -209,6 +244,8 @@ class ServerPanel(Panel):
                 number_slider(state, "batch_limit", "batch limit (live)", 1, 16),
                 number_slider(state, "cache_mb", "cache in MB (live)", 0, 256),
                 self.use_cache,
+                self.follow,
+                number_slider(state, "p95_s", "seconds for 95%", 0.05, 30.0, 0.05),
                 self.job.view,
                 self.latency,
                 self.throughput,

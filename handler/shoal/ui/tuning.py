@@ -30,6 +30,9 @@ class TuningState(Job):
     trials = traitlets.List()  # of (Settings, Outcome)
     found = traitlets.Instance(Tuned, allow_none=True)
     preset = traitlets.Enum(["", *PRESETS], "")
+    cache_mb = traitlets.Int(0, min=0)  # the larger of the cache sizes that are tried; 0: trials have no cache
+    wait_s = traitlets.Float(0.0, min=0.0)  # for company, as last found or preset: for a RealtimeBatchProcessor
+    stream = traitlets.Bool(False)  # whether replies should be streamed, as last preset
 
     def __init__(self, model: FishSpeech, texts: Sequence[str], params: SamplingParams) -> None:
         super().__init__()
@@ -58,7 +61,7 @@ class TuningState(Job):
                 trial,
                 batch_limits=self.batch_limits,
                 waits_s=self.waits_s,
-                cache_bytes=(0,),
+                cache_bytes=(0, self.cache_mb * 2**20) if self.cache_mb else (0,),
                 objective=Objective(self.p95_s if self.bounded else None),
                 progress=lambda done, total, what: self.post(progress=done / total, status=what),
                 cancel=self.cancel,
@@ -69,17 +72,21 @@ class TuningState(Job):
         self.post(found=found)
 
     def use(self) -> None:
-        """Give the model the best settings found."""
+        """Give the model the best settings found; `wait_s` is for who gathers requests."""
         if self.found is None:
             raise RequestError("nothing has been found yet: press Search first")
-        self.model.scheduler.batch_limit = self.found.best.batch_limit
-        self.post(status=f"the batch limit is {self.found.best.batch_limit} now")
+        best = self.found.best
+        self.model.scheduler.batch_limit = best.batch_limit
+        if self.cache_mb:  # else the trials had none, and say nothing about it
+            self.model.cache.set_capacity(best.cache_bytes, self.model.cache.cache_max_entries)
+        self.post(wait_s=best.wait_s, status=f"the batch limit is {best.batch_limit} now")
 
     def _take_preset(self, _: traitlets.Bunch) -> None:
         if self.preset:
             preset = PRESETS[self.preset]
             self.model.scheduler.batch_limit = min(preset.batch_limit, self.model.max_batch_size)
             self.model.cache.set_capacity(parse_bytes(preset.cache_bytes))
+            self.wait_s, self.stream = preset.wait_s, preset.stream
 
 
 class TuningPanel(Panel):
@@ -88,7 +95,7 @@ class TuningPanel(Panel):
     def __init__(self, model: FishSpeech, texts: Sequence[str], params: SamplingParams = SamplingParams()) -> None:
         self.state = state = TuningState(model, texts, params)
         self.job = JobView(state, {"Search": state.search, "Use what was found": state.use})
-        self.picture, self.table = widgets.HTML(), widgets.HTML()
+        self.picture, self.table, self.chosen = widgets.HTML(), widgets.HTML(), widgets.HTML()
         self.bounded = widgets.Checkbox(description="keep 95% within the bound", indent=False)
         self.preset = widgets.Dropdown(
             options=[("choose ...", ""), *((name, name) for name in PRESETS)],
@@ -106,13 +113,16 @@ class TuningPanel(Panel):
                 self.bounded,
                 number_slider(state, "rate", "requests a second", 0.1, 50.0, 0.1),
                 number_slider(state, "requests", "requests per trial", 1, 200),
+                number_slider(state, "cache_mb", "cache to try, in MB", 0, 1024),
                 self.preset,
+                self.chosen,
                 self.job.view,
                 self.picture,
                 self.table,
             ],
         )
         state.observe(lambda _: self._draw(), ["trials", "found"])
+        state.observe(lambda _: self._tell(), ["preset", "wait_s", "stream"])
 
     def _draw(self) -> None:
         trials, found = self.state.trials, self.state.found
@@ -124,14 +134,39 @@ class TuningPanel(Panel):
             title = (
                 f"{best.batch_limit} rows and {1000 * best.wait_s:.0f} ms give {outcome.texts_per_s:.1f} texts a second"
             )
-        labels = [f"{s.batch_limit} rows, {1000 * s.wait_s:.0f} ms" for s, _ in trials]
+        labels = [_label(s) for s, _ in trials]
         self.picture.value = bar_chart(title, labels, [o.texts_per_s for _, o in trials], "texts/s")
-        header = ("rows", "wait (ms)", "texts per second", "95% within (s)", "failed", "as wanted")
+        header = ("rows", "wait (ms)", "cache (MB)", "texts per second", "95% within (s)", "failed", "as wanted")
         objective = Objective(self.state.p95_s if self.state.bounded else None)
         self.table.value = html_table(
             header,
             [
-                (s.batch_limit, 1000 * s.wait_s, o.texts_per_s, o.p95_s, o.failed, "yes" if objective.met(o) else "no")
+                (
+                    s.batch_limit,
+                    1000 * s.wait_s,
+                    s.cache_bytes >> 20,
+                    o.texts_per_s,
+                    o.p95_s,
+                    o.failed,
+                    "yes" if objective.met(o) else "no",
+                )
                 for s, o in trials
             ],
         )
+
+    def _tell(self) -> None:
+        state, cache = self.state, self.state.model.cache
+        why = PRESETS[state.preset].why if state.preset else {}
+        rows = [
+            ("rows", state.model.scheduler.batch_limit),
+            ("wait for company (ms)", 1000 * state.wait_s),
+            ("cache (MB)", "no bound" if cache.cache_max_bytes is None else cache.cache_max_bytes >> 20),
+            ("replies", "streamed" if state.stream else "whole"),
+            *([("for", f"{why['en']} · {why['ko']}")] if why else []),
+        ]
+        self.chosen.value = html_table(("setting", "now"), rows)
+
+
+def _label(settings: Settings) -> str:
+    cache = f", {settings.cache_bytes >> 20} MB" if settings.cache_bytes else ""
+    return f"{settings.batch_limit} rows, {1000 * settings.wait_s:.0f} ms{cache}"
