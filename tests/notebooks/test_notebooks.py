@@ -155,7 +155,8 @@ def test_a_server_is_started_loaded_tuned_and_stopped(smoke, kernel):
         text = notebook.text()
         assert "all right" in text and "did you mean 'temperature'?" in text and "shoal_requests_total" in text
         pictures = notebook.pictures()
-        assert any("texts a second with at most 16 rows" in picture for picture in pictures)
+        assert any("texts a second with at most" in picture for picture in pictures)
+        assert re.search(r"4 clients: the limit goes from 1 to (2|4|8|16)\b", text)
         assert any("of the last requests were answered" in picture for picture in pictures)
         notebook.click("Send load")
         notebook.cell("await panel.state.wait()")
