@@ -84,7 +84,7 @@ def rest_markdown() -> str:
         f"- `POST {_MODEL}`: JSON with upstream's field names, or text/plain, which is the text.",
         f"- `POST {_MODEL}/1.0/v1/audio/speech`: OpenAI's body. Its client works with the base URL",
         f"  `http://127.0.0.1:8080{_MODEL}/1.0/v1` and any API key.",
-        f"- `GET {_MODEL}/1.0/{INFO_PATH}`: what serves: engine, checkpoint, voices, limits, cache.",
+        f"- `GET {_MODEL}/1.0/{INFO_PATH}`: what serves: engine, checkpoint, voices, limits, cache, and the last 10 s in figures.",
         "",
         "A field that is not listed is a 400, as is a number written as a string. `fish_speech` is the archive's name.",
         "",
