@@ -7,8 +7,10 @@ import shlex
 import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import asdict
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import numpy as np
 import pytest
@@ -51,6 +53,29 @@ def test_a_dead_workers_last_exception_is_found_in_its_log(tmp_path):
     (tmp_path / "model_log.log").write_text(LOG)
     assert probe.worker_died(tmp_path)
     assert probe.worker_error(tmp_path) == "CheckpointError: model.pth - a page, not weights"
+
+
+def test_a_server_whose_queue_is_full_is_asked_again_and_one_that_is_gone_is_not():
+    answers = [(503, {}), (200, {"draining": False}), (503, {}), (200, {"draining": True})]
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            status, body = answers.pop(0)
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(json.dumps(body).encode())
+
+        def log_message(self, *_args):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        assert probe.handler_says(url, None, lambda told: told["draining"], 20.0) and not answers
+        server.shutdown()
+    begin = time.monotonic()
+    assert not probe.handler_says(url, None, lambda told: told["draining"], 20.0)
+    assert time.monotonic() - begin < 10
 
 
 @pytest.mark.parametrize(

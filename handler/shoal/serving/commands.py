@@ -60,8 +60,11 @@ def _wait_or_drain(server: TorchServe) -> int:
     try:
         return server.wait()
     except SystemExit:
-        print(f"no new requests; up to {_DRAIN_S:.0f} s for those that are there ...", flush=True)
-        print("all done" if server.drain(_DRAIN_S) else "time is up: what is left is dropped", flush=True)
+        deadline = time.monotonic() + _DRAIN_S
+        if server.stop_taking(_DRAIN_S):
+            print(f"no new requests; up to {_DRAIN_S:.0f} s for those that are there ...", flush=True)
+        done = server.drain(deadline - time.monotonic())
+        print("all done" if done else "time is up, or it no longer answers: what is left is dropped", flush=True)
         raise
 
 

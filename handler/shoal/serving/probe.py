@@ -1,12 +1,15 @@
-"""Asks a TorchServe how its workers are: over the management API, and from the logs that it writes. Starts nothing."""
+"""Asks a TorchServe how its workers are: over its APIs, and from the logs that it writes. Starts nothing."""
 
 from __future__ import annotations
 
 import json
 import re
+import time
 import urllib.error
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 # What TorchServe writes to its logs when a worker ended before it was ready.
 _WORKER_DIED = re.compile(r"Backend worker process died|Load model failed|Retry worker:")
@@ -24,6 +27,25 @@ def worker_states(management_url: str, name: str, token: str | None = None) -> l
     except (urllib.error.URLError, OSError, ValueError):
         return []
     return [worker["status"] for version in versions for worker in version["workers"]]
+
+
+def handler_says(predict_url: str, token: str | None, what: Callable[[dict[str, Any]], bool], timeout_s: float) -> bool:
+    """Ask the handler how it is (`/v1/info`) until `what` holds of it; False if time was up or nobody listens."""
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    question = urllib.request.Request(f"{predict_url}/1.0/v1/info", headers=headers)
+    deadline = time.monotonic() + timeout_s
+    while (left := deadline - time.monotonic()) > 0:
+        try:
+            with opener.open(question, timeout=max(0.1, left)) as reply:
+                if what(json.load(reply)):
+                    return True
+        except urllib.error.HTTPError as refused:  # its queue is full, or a worker is being started: ask again
+            refused.close()
+        except (OSError, ValueError):
+            return False
+        time.sleep(0.05)
+    return False
 
 
 def read_tokens(run_dir: Path) -> dict[str, str]:

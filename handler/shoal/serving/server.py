@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import importlib.util
-import json
 import os
 import shutil
 import socket
@@ -16,7 +15,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,7 +23,7 @@ from typing import NoReturn
 from shoal.errors import DependencyError, ShoalError
 from shoal.serving.control import set_limits
 from shoal.serving.java import find_java
-from shoal.serving.probe import last_words, read_tokens, worker_died, worker_error, worker_states
+from shoal.serving.probe import handler_says, last_words, read_tokens, worker_died, worker_error, worker_states
 from shoal.serving.processes import deferred_signals, end_group
 from shoal.serving.properties import escaped, read_properties
 
@@ -242,24 +240,23 @@ class TorchServe:
             raise ServerError("this TorchServe is not running")
         return self._process.wait()
 
+    def stop_taking(self, timeout_s: float = 30.0) -> bool:
+        """Turn new requests away with a 503, once this has returned True; False if the handler did not say so in time.
+
+        The handler looks at its control file a few times a second, so writing it alone closes nothing yet.
+        """
+        set_limits(self.control_file, draining=True)
+        return handler_says(self.predict_url, self.tokens.get("inference"), lambda told: told["draining"], timeout_s)
+
     def drain(self, timeout_s: float = 30.0) -> bool:
         """Take no new requests (they get a 503) and wait until those that are there are done; False if time was up."""
         set_limits(self.control_file, draining=True)
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        token = self.tokens.get("inference")
-        headers = {"Authorization": f"Bearer {token}"} if token else {}
-        question = urllib.request.Request(f"{self.predict_url}/1.0/v1/info", headers=headers)
-        deadline = time.monotonic() + timeout_s
-        while time.monotonic() < deadline:
-            try:
-                with opener.open(question, timeout=max(0.1, deadline - time.monotonic())) as reply:
-                    told = json.load(reply)
-            except (OSError, ValueError):
-                return False  # it does not answer: there is nothing left to wait for
-            if told["draining"] and told["requests"] == 0:
-                return True
-            time.sleep(0.1)
-        return False
+        return handler_says(
+            self.predict_url,
+            self.tokens.get("inference"),
+            lambda told: told["draining"] and told["requests"] == 0,
+            timeout_s,
+        )
 
     def stop(self, grace_s: float = 10.0) -> None:
         """End the server and its workers; what is left after the grace time is killed. Idempotent."""
