@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from shoal.errors import ShoalError
+from shoal.results import Result, new_result
 
 from benchmarks import common
 from benchmarks.guide_strategies import STRATEGIES, Job, encode_voice, measure
@@ -140,25 +140,13 @@ def compare_here(
     return table
 
 
-def save_run(path: str | Path, table: dict[str, dict[str, Any]], parameters: dict[str, Any]) -> None:
-    """Keep what `compare_here` found as JSON, with the machine, the versions and the parameters it was found with."""
-    content = {"kind": "guide_strategies", "machine": common.machine(), "parameters": parameters, "results": table}
-    Path(path).write_text(json.dumps(content, indent=1), encoding="utf-8")
-
-
-def load_run(path: str | Path) -> dict[str, Any]:
-    """What `save_run` kept.
-
-    Raises:
-        ShoalError: the file is something else.
-    """
-    try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
-        if content["kind"] == "guide_strategies" and isinstance(content["results"], dict):
-            return content
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ShoalError(f"{path} cannot be read as a saved run: {type(error).__name__}: {error}") from error
-    raise ShoalError(f"{path} holds a result of another kind: name a file that save_run wrote")
+def strategies_result(table: dict[str, dict[str, Any]], parameters: dict[str, Any]) -> Result:
+    """What `compare_here` found as a record to keep, to compare and to report (`shoal.results`)."""
+    rows = [
+        {"strategy": name} | {key: value for key, value in row.items() if isinstance(value, (int, float))}
+        for name, row in table.items()
+    ]
+    return new_result("guide_strategies", "The guide's strategies", rows, "strategy", parameters)
 
 
 def _run(job: Job) -> dict[str, Any]:

@@ -6,18 +6,18 @@ all sizes in turn, and medians are compared: a busy neighbour then disturbs ever
 
 from __future__ import annotations
 
-import json
 import statistics
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from shoal.errors import CancelledError, OutOfMemoryError, RequestError, ShoalError
 from shoal.memory import memory_in_use
 from shoal.pipeline import OptimizedSpeechPipeline, Progress
+from shoal.results import Result, new_result, save_result
 from shoal.sampling import SamplingParams
 from shoal.speech import FishSpeech, Speech, VoiceLike
 
@@ -119,17 +119,25 @@ class BatchSearch:
             rows.append((m.batch_size, *figures, round(m.memory_bytes / 1e6), remark))
         return rows
 
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
-        found = [m for m in self.measurements if not m.out_of_memory]
-        return asdict(self) | {"best": self.best if found else None}
+    def to_result(self, **parameters: Any) -> Result:
+        """A record to keep, to compare and to report (`shoal.results`), with the machine that it was measured on."""
+        rows = [
+            {
+                "batch size": m.batch_size,
+                "seconds": None if m.out_of_memory else m.median_seconds,
+                "texts per second": None if m.out_of_memory else m.texts / m.median_seconds,
+                "memory (MB)": m.memory_bytes / 1e6,
+                "out of memory": m.out_of_memory,
+            }
+            for m in self.measurements
+        ]
+        found = any(not m.out_of_memory for m in self.measurements)
+        title = f"Batch sizes: {self.best} is best" if found else "Batch sizes: memory sufficed for none"
+        return new_result("batch_search", title, rows, "batch size", parameters)
 
     def save(self, path: str | Path) -> None:
         """Write it as JSON, with the machine that it was measured on."""
-        from shoal.hardware import inspect_machine
-
-        content = {"kind": "batch_search", "machine": asdict(inspect_machine()), **self.to_dict()}
-        Path(path).write_text(json.dumps(content, indent=1), encoding="utf-8")
+        save_result(self.to_result(), path)
 
 
 def find_best_batch_size(model: FishSpeech, texts: Sequence[str], **options: Any) -> int:

@@ -205,6 +205,19 @@ def schema(
 
 
 @app.command()
+def report(
+    results: Annotated[list[Path], typer.Argument(metavar="JSON...", help="One saved result, or two of one kind.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The HTML file to write.")] = Path("report.html"),
+) -> None:
+    """Write a report of a result that a notebook saved, or of two compared, as one HTML file with pictures."""
+    with _errors_in_one_line():
+        from shoal.report import export_report
+        from shoal.results import load_result
+
+        typer.echo(export_report([load_result(file) for file in results], output))
+
+
+@app.command()
 def quantise(
     source: Annotated[Path, typer.Argument(metavar="DIR", help="Checkpoint directory to read.")],
     target: Annotated[Path, typer.Argument(metavar="NEW_DIR", help="Directory to write.")],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 
 import pytest
@@ -12,6 +11,7 @@ from shoal.batching import search_batch_sizes as search
 from shoal.errors import CancelledError, RequestError, ShoalError
 from shoal.hardware import GUIDE_BATCH_SIZES, compare_with_guide
 from shoal.random_checkpoint import write_random_checkpoint
+from shoal.results import load_result
 from shoal.sampling import SamplingParams
 from shoal.speech import FishSpeech
 
@@ -72,9 +72,10 @@ def test_every_candidate_is_measured_after_a_warm_up(model, rows_decoded, tmp_pa
     assert len({round(m.audio_seconds, 6) for m in found.measurements}) == 1, "all sizes speak the same"
     assert found.best in (1, 2, 4) and max(rows_decoded) == 4
     assert told[0] == (0, 9, "batch 1, warm-up") and told[-1] == (8, 9, "batch 4, round 2 of 2")
-    saved = json.loads(file.read_text())
-    assert saved["best"] == found.best and saved["machine"]["cores"] >= 1
-    assert saved["measurements"][0]["seconds"] == list(found.measurements[0].seconds)
+    saved = load_result(file)
+    assert f"{found.best} is best" in saved.title and saved.machine["cores"] >= 1
+    assert [row["batch size"] for row in saved.rows] == [1, 2, 4]
+    assert saved.rows[0]["seconds"] == found.measurements[0].median_seconds
     assert model.scheduler.batch_limit == 8 and model._engine.kv_bytes == 0, "limit and memory are given back"
 
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 
-import pytest
-from shoal.errors import ShoalError
+from shoal.results import load_result, save_result
 
-from benchmarks.guide_tables import _verdicts, load_run, save_run
+from benchmarks.guide_tables import _verdicts, strategies_result
 from benchmarks.texts import CALL_CENTRE, LANGUAGES, book, repeated, workloads
 
 
@@ -52,15 +51,8 @@ def test_verdicts_tell_what_was_missed():
     assert len(said) == 3 and "batching + model caching was slower than batching" in said[2]
 
 
-def test_a_run_is_kept_with_its_machine_and_parameters(tmp_path):
-    table = {"none": {"rtf": 0.5}, "everything": {"rtf": 0.1}}
-    save_run(tmp_path / "run.json", table, {"COUNT": 4})
-    kept = load_run(tmp_path / "run.json")
-    assert kept["results"] == table and kept["parameters"] == {"COUNT": 4}
-    assert kept["machine"]["cores"] >= 1 and kept["machine"]["torch"]
-    for content in ("{", "[]", '{"kind": "batch_search", "results": {}}'):
-        (tmp_path / "other.json").write_text(content)
-        with pytest.raises(ShoalError, match=r"other.json"):
-            load_run(tmp_path / "other.json")
-    with pytest.raises(ShoalError, match=r"missing.json"):
-        load_run(tmp_path / "missing.json")
+def test_a_run_becomes_a_record_to_keep(tmp_path):
+    table = {"none": {"rtf": 0.5, "hit_rate": None}, "everything": {"rtf": 0.1, "hit_rate": 0.75}}
+    kept = load_result(save_result(strategies_result(table, {"COUNT": 4}), tmp_path / "run.json"))
+    assert kept.rows == [{"strategy": "none", "rtf": 0.5}, {"strategy": "everything", "rtf": 0.1, "hit_rate": 0.75}]
+    assert kept.parameters == {"COUNT": 4}
