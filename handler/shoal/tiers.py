@@ -29,6 +29,10 @@ class Tier(Protocol):
 
     name: str
 
+    @property
+    def errors(self) -> int:
+        """Calls that the place failed so far; those that were skipped after them do not count."""
+
     def get(self, key: str) -> bytes | None: ...
 
     def put(self, key: str, data: bytes) -> None: ...
@@ -56,16 +60,23 @@ class _Guard:
     ) -> None:
         self._name, self._errors, self._rest_s, self._refusals = name, errors, rest_s, refusals
         self._resume = 0.0
+        self.errors = 0
+
+    @property
+    def resting(self) -> bool:
+        return time.monotonic() < self._resume
 
     def run(self, work: Callable[[], T], otherwise: T, on_error: Callable[[Exception], None] | None = None) -> T:
-        if time.monotonic() < self._resume:
+        if self.resting:
             return otherwise
         try:
             result = work()
         except self._refusals as error:
+            self.errors += 1
             log.debug("cache tier %s refused: %s", self._name, error)
             return otherwise
         except self._errors as error:
+            self.errors += 1
             if not self._resume:
                 log.warning("cache tier %s is left out for now: %s", self._name, error)
             self._resume = time.monotonic() + self._rest_s
@@ -99,12 +110,18 @@ class DiskTier:
             raise DependencyError("a cache on disk needs the package diskcache: pip install diskcache") from None
         self.directory, self.max_bytes = Path(directory).expanduser().absolute(), parse_bytes(max_bytes)
         self._lock = threading.Lock()
-        self._guard = _Guard(self.name, (sqlite3.Error, OSError, diskcache.Timeout, ValueError), rest_s)
+        failures = (sqlite3.Error, OSError, diskcache.Timeout, ValueError)
+        self._guard = _Guard(self.name, failures, rest_s)
+        self._filling = _Guard(f"{self.name} (writing)", failures, rest_s)  # a full disk can still be read
         try:
             self.directory.mkdir(parents=True, exist_ok=True, mode=0o700)
             self._cache = self._open()
         except OSError as error:
             raise ShoalError(f"{self.directory}: a cache cannot be kept there ({error}); name another one") from None
+
+    @property
+    def errors(self) -> int:
+        return self._guard.errors + self._filling.errors
 
     @property
     def nbytes(self) -> int:
@@ -118,8 +135,9 @@ class DiskTier:
         return self._guard.run(lambda: self._cache.get(key), None, self._repair)
 
     def put(self, key: str, data: bytes) -> None:
-        if len(data) <= self.max_bytes // 4:  # one entry that pushes out all others is no use
-            self._guard.run(lambda: self._cache.set(key, data), False, self._repair)
+        # one entry that pushes out all others is no use
+        if len(data) <= self.max_bytes // 4 and not self._guard.resting:
+            self._filling.run(lambda: self._cache.set(key, data), False, self._repair)
 
     def delete(self, key: str) -> None:
         self._guard.run(lambda: self._cache.delete(key), False, self._repair)
@@ -254,6 +272,10 @@ class RedisTier:
             rest_s,
             refusals=(redis.ResponseError,),  # full, or another type of value under that key
         )
+
+    @property
+    def errors(self) -> int:
+        return self._guard.errors
 
     def get(self, key: str) -> bytes | None:
         # read no more than an entry can be, whatever lies there

@@ -331,6 +331,7 @@ class SpeechService:
             "max_entries": cache.cache_max_entries,
             "audio_max_bytes": self._audio_cache.max_bytes,
             "tiers": ["memory", *(tier.name for tier in cache.tiers)],
+            "tier_errors": {tier.name: tier.errors for tier in cache.tiers},
             **asdict(stats),
             "hit_rate": round(stats.hit_rate, 4),
         }
