@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import re
 import shutil
 import socket
 import sqlite3
@@ -13,6 +14,8 @@ import threading
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime, timedelta
+from pathlib import Path
 
 import psutil
 import pytest
@@ -30,6 +33,7 @@ pytestmark = [pytest.mark.server, pytest.mark.slow]
 
 LIMIT_S = 60.0  # that a request may take before the server says 504; no client waits longer than that and some more
 HEALTHY_S = 30.0  # after a fault
+FAKETIME = Path(f"/usr/lib/{os.uname().machine}-linux-gnu/faketime/libfaketimeMT.so.1")
 fresh = itertools.count()  # no two requests say the same
 
 
@@ -59,11 +63,26 @@ def redis_server(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory, checkpoint, disk, redis_server):
+def clock(tmp_path_factory):
+    """The file that says how far off the server's wall clock is; None where the clock cannot be moved."""
+    if not FAKETIME.is_file():
+        return None
+    file = tmp_path_factory.mktemp("clock") / "offset"
+    file.write_text("+0\n")
+    return file
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory, checkpoint, disk, redis_server, clock):
     handler = {"limits": {"max_seconds": LIMIT_S, "max_waiting": 32}, "max_batch_size": 8}
     handler |= {"cache_disk": str(disk / "cache"), "cache_redis": redis_server.url}
     archive = build_archive(tmp_path_factory.mktemp("store"), checkpoint=checkpoint, overrides={"handler": handler})
-    with TorchServe(archive, config=project_root() / "config.properties", env={"OMP_NUM_THREADS": "1"}) as running:
+    env = {"OMP_NUM_THREADS": "1"}
+    if clock:  # the wall clock alone is moved: what the kernel waits by goes on as it was
+        env |= {"LD_PRELOAD": str(FAKETIME), "FAKETIME_TIMESTAMP_FILE": str(clock), "FAKETIME_CACHE_DURATION": "1"}
+        # without the last, every timed wait of Java's returns at once, and its threads spin
+        env |= {"FAKETIME_DONT_FAKE_MONOTONIC": "1", "FAKETIME_DONT_RESET": "1", "FAKETIME_FORCE_MONOTONIC_FIX": "0"}
+    with TorchServe(archive, config=project_root() / "config.properties", env=env) as running:
         running.wait_ready(180)
         ask(running)
         yield running
@@ -229,6 +248,27 @@ def test_a_worker_that_is_killed_comes_back_once_its_checkpoint_does(server, che
     counts = Counter(status for status, _ in answers)
     assert counts[200] >= 16 and set(counts) <= {0, 200, 500, 503, 507}, counts
     assert max(seconds for _, seconds in answers) < LIMIT_S + 10
+
+
+def test_a_wall_clock_that_jumps_ends_no_request(server, clock):
+    if clock is None:
+        pytest.skip("no libfaketime here: apt-get install libfaketime")
+
+    def stamps():  # of the server's own lines; the date alone
+        lines = (server.log_dir / "access_log.log").read_text(errors="replace").splitlines()
+        return {match[0] for line in lines if (match := re.match(r"\d{4}-\d\d-\d\d", line))}
+
+    with load(server) as answers:
+        more(answers, 16)
+        for days in (3, -3):
+            clock.write_text(f"{days * 86400:+d}\n")
+            then = (datetime.now() + timedelta(days=days)).strftime("%Y-%m-%d")
+            wait_for(lambda day=then: day in stamps(), f"a line of {then} in the log")
+            more(answers)
+        clock.write_text("+0\n")
+        more(answers, 16)
+    all_answered(answers)
+    assert healthy_again(server) < HEALTHY_S
 
 
 def test_two_hundred_clients_at_once_are_answered_or_turned_away(server):
