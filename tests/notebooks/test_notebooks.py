@@ -9,8 +9,8 @@ import sys
 import nbformat
 import pytest
 from shoal.random_checkpoint import write_random_checkpoint
+from shoal.results import load_result, new_result, save_result
 
-from benchmarks.guide_tables import load_run, save_run
 from tests.notebooks.driver import NOTEBOOKS, Kernel
 
 NAMES = sorted(path.stem for path in NOTEBOOKS.glob("*.ipynb"))
@@ -59,12 +59,14 @@ def test_the_machine_is_shown(smoke, kernel):
         assert "A batch of 32 takes" in notebook.cell("print(panel.picture.value)")
 
 
-def test_upstream_and_shoal_are_compared(smoke, kernel):
-    with kernel.run("02_baseline", CHECKPOINT=smoke, MAX_NEW_TOKENS=20) as notebook:
+def test_upstream_and_shoal_are_compared(smoke, kernel, tmp_path):
+    file = tmp_path / "results" / "baseline.json"
+    with kernel.run("02_baseline", CHECKPOINT=smoke, MAX_NEW_TOKENS=20, SAVE_TO=str(file)) as notebook:
         shown = notebook.text()
         ways = ["Shoal, one at a time", "Shoal, together"]
         if "only Shoal is measured" not in shown:
             ways.insert(0, "upstream as shipped")
+        assert [row["way"] for row in load_result(file).rows if row["seconds"] > 0] == ways
         table = notebook.cell("print(panel.table.value)")
         for way in ways:
             found = re.search(rf"<td[^>]*>{way}</td><td[^>]*>([\d.e+-]+)</td><td[^>]*>([\d.e+-]+)</td>", table)
@@ -84,15 +86,20 @@ def test_batches_are_measured_and_the_best_is_found(smoke, kernel, tmp_path):
     with kernel.run(
         "03_batching", CHECKPOINT=smoke, MAX_NEW_TOKENS=20, CANDIDATES=[1, 2, 4], SAVE_TO=str(file)
     ) as notebook:
-        assert "codes equal: True" in notebook.text() and "all right" in notebook.text() and file.exists()
+        assert "codes equal: True" in notebook.text() and "all right" in notebook.text()
+        kept = load_result(file)
+        assert [row["batch size"] for row in kept.rows] == [1, 2, 4] and "is best" in kept.title
         assert any("is the smallest batch within" in picture for picture in notebook.pictures())
         notebook.move("batch size", 3)
         notebook.click("Measure this size")
         assert "3" in notebook.cell("await panel.state.wait(); print(sorted(panel.state.speeds))")
 
 
-def test_arriving_requests_are_gathered_and_can_be_cancelled(smoke, kernel):
-    with kernel.run("04_dynamic_batching", CHECKPOINT=smoke, MAX_NEW_TOKENS=20, REQUESTS=8, RATE=20.0) as notebook:
+def test_arriving_requests_are_gathered_and_can_be_cancelled(smoke, kernel, tmp_path):
+    file = tmp_path / "arrivals.json"
+    small = {"MAX_NEW_TOKENS": 20, "REQUESTS": 8, "RATE": 20.0, "SAVE_TO": str(file)}
+    with kernel.run("04_dynamic_batching", CHECKPOINT=smoke, **small) as notebook:
+        assert all(row["p95 (s)"] >= row["p50 (s)"] > 0 for row in load_result(file).rows)
         assert "RequestError" in notebook.text() and "all right" in notebook.text()
         assert "95% are answered within" in notebook.text()
         assert any("Half of 8 requests" in picture for picture in notebook.pictures())
@@ -104,9 +111,12 @@ def test_arriving_requests_are_gathered_and_can_be_cancelled(smoke, kernel):
         assert notebook.cell("await panel.state.wait(); print(panel.state.status)").strip() == "cancelled"
 
 
-def test_repeats_come_from_the_cache_also_after_a_kernel_restart(smoke, kernel):
+def test_repeats_come_from_the_cache_also_after_a_kernel_restart(smoke, kernel, tmp_path):
     kernel.restart()
-    with kernel.run("05_caching", CHECKPOINT=smoke, MAX_NEW_TOKENS=20, REQUESTS=16) as notebook:
+    small = {"MAX_NEW_TOKENS": 20, "REQUESTS": 16, "SAVE_TO": str(tmp_path / "caching.json")}
+    with kernel.run("05_caching", CHECKPOINT=smoke, **small) as notebook:
+        rows = {row["what"]: row for row in load_result(tmp_path / "caching.json").rows}
+        assert rows["decoded anew"]["seconds"] > 0 and rows["3 entries"]["evictions"] > 0
         assert "first call from the cache: True" in notebook.text() and "all right" in notebook.text()
         assert any("16 requests come from the cache" in picture for picture in notebook.pictures())
         notebook.move("entries at most", 0)
@@ -116,11 +126,15 @@ def test_repeats_come_from_the_cache_also_after_a_kernel_restart(smoke, kernel):
 
 def test_the_guides_strategies_and_scenarios_are_measured_and_compared(smoke, kernel, tmp_path):
     before, now = tmp_path / "before.json", tmp_path / "now.json"
-    save_run(before, {"everything": {"rtf": 0.25}}, {"COUNT": 4})
+    earlier = [{"strategy": "everything", "rtf": 0.25, "texts_per_s": 1.0}]
+    save_result(new_result("guide_strategies", "Before", earlier, "strategy", {"COUNT": 4}), before)
+    report = tmp_path / "report.html"
     small = {"MAX_NEW_TOKENS": 12, "COUNT": 4, "SCENARIO_TEXTS": 2}
-    with kernel.run("06_pipeline", CHECKPOINT=smoke, SAVE_TO=str(now), COMPARE_WITH=[str(before)], **small) as notebook:
-        assert str(before) in notebook.text() and "0.25 s per s" in notebook.text()
-        assert load_run(now)["results"]["everything"]["audio_seconds"] > 0
+    small |= {"SAVE_TO": str(now), "COMPARE_WITH": [str(before)], "REPORT_TO": str(report)}
+    with kernel.run("06_pipeline", CHECKPOINT=smoke, **small) as notebook:
+        assert str(before) in notebook.text() and str(report) in notebook.text()
+        assert {row["strategy"]: row for row in load_result(now).rows}["everything"]["audio_seconds"] > 0
+        assert "rtf: everything went to" in report.read_text(encoding="utf-8")
         assert "all right" in notebook.text() and "times as fast as" in notebook.text()
         table = notebook.cell("print(table_job.result.value)")
         ways = int(notebook.cell("print(len(strategies))"))
@@ -134,12 +148,17 @@ def test_the_guides_strategies_and_scenarios_are_measured_and_compared(smoke, ke
 
 def test_requests_are_summed_up_and_settings_found(smoke, kernel, tmp_path):
     file = tmp_path / "samples.csv"
-    small = {"MAX_NEW_TOKENS": 12, "REQUESTS": 10, "TRIAL_REQUESTS": 3, "SAVE_TO": str(file)}
+    small = {"MAX_NEW_TOKENS": 12, "REQUESTS": 10, "TRIAL_REQUESTS": 3, "SAVE_SAMPLES_TO": str(file)}
+    before, report = tmp_path / "before.json", tmp_path / "report.html"
+    save_result(new_result("monitoring", "Before", [{"what": "requests", "p95_s": 9.0}], "what"), before)
+    small |= {"SAVE_TO": str(tmp_path / "now.json"), "COMPARE_WITH": [str(before)], "REPORT_TO": str(report)}
     with kernel.run("07_monitoring", CHECKPOINT=smoke, **small) as notebook:
         text = notebook.text()
         assert "all right" in text and "10 requests noted" in text and "p95 (s)" in text
         assert "기준" in text  # both the advice and the line that all is well name it
         assert len(file.read_text().splitlines()) >= 11
+        assert load_result(tmp_path / "now.json").rows[0]["requests"] == 10
+        assert "p95_s: requests went to" in report.read_text(encoding="utf-8")
         assert any("texts a second" in picture for picture in notebook.pictures())
         notebook.move("requests per trial", 200)
         notebook.move("requests a second", 1.0)
@@ -150,8 +169,10 @@ def test_requests_are_summed_up_and_settings_found(smoke, kernel, tmp_path):
 
 
 @pytest.mark.server
-def test_a_server_is_started_loaded_tuned_and_stopped(smoke, kernel):
-    with kernel.run("08_torchserve", CHECKPOINT=smoke, CLIENTS=4, SECONDS=4.0) as notebook:
+def test_a_server_is_started_loaded_tuned_and_stopped(smoke, kernel, tmp_path):
+    file = tmp_path / "server.json"
+    with kernel.run("08_torchserve", CHECKPOINT=smoke, CLIENTS=4, SECONDS=4.0, SAVE_TO=str(file)) as notebook:
+        assert [row["texts per second"] > 0 for row in load_result(file).rows] == [True] * 3
         text = notebook.text()
         assert "all right" in text and "did you mean 'temperature'?" in text and "shoal_requests_total" in text
         pictures = notebook.pictures()
