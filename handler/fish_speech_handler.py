@@ -43,7 +43,7 @@ class _Handler:
         config = ctx.model_yaml_config or {}
         settings = load_settings(config.get("handler"))
         self.continuous = bool(config.get("continuousBatching", False))
-        self.service = SpeechService(_load_model(settings, ctx), settings, background=True)
+        self.service = SpeechService(_load_model(settings, ctx), settings)
         self.control = ControlFile(settings.control or os.environ.get("SHOAL_CONTROL"))
         self.metrics = MetricsEmitter(ctx.metrics, ctx.model_name)
         if phrases := warm_phrases(settings, ctx.system_properties["model_dir"]):
@@ -53,13 +53,6 @@ class _Handler:
                 logger.warning("warm-up: %r: %s", phrase[:80], error)
 
     def __call__(self, data: list[dict[str, Any]], ctx: Any) -> list[Any]:
-        self.service.enter()
-        try:
-            return self._answer(data, ctx)
-        finally:
-            self.service.leave()
-
-    def _answer(self, data: list[dict[str, Any]], ctx: Any) -> list[Any]:
         if (limits := self.control.poll(now=not self.service.pending)) is not None:
             self.service.apply(limits)
         out = self._slice(data, ctx) if self.continuous else self._batch(data, ctx)

@@ -30,7 +30,6 @@ from shoal.serving.limits import HandlerSettings
 from shoal.serving.metrics import Recent, RequestRecord, ServiceState
 from shoal.serving.replies import Reply, error_reply, kind_of, presentable, sse_delta, sse_done, sse_error
 from shoal.serving.schema import INFO_PATH, TTSRequest, is_openai_path, parse_request
-from shoal.serving.stepping import Stepper
 
 if TYPE_CHECKING:
     from shoal.features import Features
@@ -62,18 +61,13 @@ class _Job:
 
 
 class SpeechService:
-    """Serves one model to many requests. Not thread-safe: one thread calls everything.
-
-    Args:
-        background: decode in a thread of its own, also between `leave` and `enter`; else within `run_slice` alone.
-    """
+    """Serves one model to many requests. Not thread-safe: one thread calls everything."""
 
     def __init__(
         self,
         model: FishSpeech,
         settings: HandlerSettings | None = None,
         *,
-        background: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.model = model
@@ -92,7 +86,6 @@ class SpeechService:
         self._replies: dict[str, Reply] = {}  # final replies that wait for collect()
         self._records: list[RequestRecord] = []
         self._recent = Recent()
-        self._stepper = Stepper(self._step, lambda: self._scheduler.idle) if background else None
 
     @property
     def pending(self) -> bool:
@@ -206,38 +199,16 @@ class SpeechService:
         seconds = self._slice_ms / 1000 if seconds is None else seconds
         begin = self._clock()
         self._expire(begin)
-        try:
-            if self._stepper is not None:
-                self._stepper.release()
-                self._stepper.wait(seconds, seconds * _MIN_SLICE)
-                self._stepper.hold()
-                return
-            while self._jobs and not self._scheduler.idle:
-                news = self._step()
-                spent = self._clock() - begin
-                if spent >= seconds or (news and spent >= seconds * _MIN_SLICE):
-                    return
-        except Exception as exc:
-            self._fail_all(exc)
-
-    def leave(self) -> None:
-        """Nothing will be asked for a while: with `background` decoding goes on until `enter`."""
-        if self._stepper is not None and self.pending:
-            self._stepper.release()
-
-    def enter(self) -> None:
-        """To be called before anything else after `leave`."""
-        if self._stepper is not None:
+        while self._jobs and not self._scheduler.idle:
             try:
-                self._stepper.hold()
+                finished = self._scheduler.step()
             except Exception as exc:
                 self._fail_all(exc)
-
-    def _step(self) -> bool:
-        """One step of the scheduler; whether there is something to tell: an utterance ended, a stream began."""
-        finished = self._scheduler.step()
-        first = self._take_audio()
-        return bool(finished) or first
+                return
+            first = self._take_audio()
+            spent = self._clock() - begin
+            if spent >= seconds or ((finished or first) and spent >= seconds * _MIN_SLICE):
+                return
 
     def _take_audio(self) -> bool:
         """Move streamed audio out of the scheduler; True when a stream has got its first."""
