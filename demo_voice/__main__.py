@@ -4,13 +4,10 @@
     features  the codec's encoder, quantiser and upsampler       about 20 minutes on one core
     head      its vocoder, on true spectrograms                  about 40 minutes
     vocoder   both together, at last against discriminators      about 80 minutes
-    by_heart  the upsampler learns the low waveform by heart     about 10 minutes
-    polish    the head learns to use that                        about 40 minutes
     dual_ar   the transformer learns the phrase book             about 80 minutes
     export    model_store/demo/                                  seconds
 
-`head` needs only the corpus, and `dual_ar` needs only `features`, so two terminals can share the work. To improve the
-sound of a checkpoint that is there: `python -m demo_voice corpus by_heart polish export --from DIRECTORY`.
+`head` needs only the corpus, and `dual_ar` needs only `features`, so two terminals can share the work.
 """
 
 from __future__ import annotations
@@ -21,7 +18,7 @@ from pathlib import Path
 import torch
 
 HERE = Path(__file__).resolve().parent
-STEPS = ("corpus", "features", "head", "vocoder", "by_heart", "polish", "dual_ar", "export")
+STEPS = ("corpus", "features", "head", "vocoder", "dual_ar", "export")
 
 
 def main() -> None:
@@ -29,8 +26,6 @@ def main() -> None:
     parser.add_argument("steps", nargs="*", metavar="step", help=f"some of: {', '.join(STEPS)} (default: all)")
     parser.add_argument("--work", type=Path, default=HERE / "work", help="where intermediate files go")
     parser.add_argument("--out", type=Path, default=HERE.parent / "model_store" / "demo", help="where the result goes")
-    parser.add_argument("--from", dest="start", type=Path, help="what by_heart, polish and export improve")
-    parser.add_argument("--polish-steps", type=int, help="how long to polish")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads of this process")
     arguments = parser.parse_args()
     unknown = set(arguments.steps) - set(STEPS)
@@ -39,28 +34,19 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     for step in STEPS:
         if not arguments.steps or step in arguments.steps:
-            run_step(step, arguments)
+            run_step(step, arguments.work, arguments.out)
 
 
-def run_step(step: str, arguments: argparse.Namespace) -> None:
-    """One step; what the step before it wrote must be in `arguments.work`."""
-    work = arguments.work
+def run_step(step: str, work: Path, out: Path) -> None:
+    """One step; what the step before it wrote must be in `work`."""
     if step == "corpus":
         from .corpus import build_corpus
 
         build_corpus(work)
-    elif step == "by_heart":
-        from .by_heart import learn_by_heart
-
-        learn_by_heart(work, arguments.start)
-    elif step == "polish":
-        from .polish import STEPS, polish
-
-        polish(work, arguments.start, arguments.polish_steps or STEPS)
     elif step == "export":
         from .export import export
 
-        export(work, arguments.out, arguments.start)
+        export(work, out)
     elif step == "dual_ar":
         from .train_codec import write_codes
         from .train_dual_ar import train_dual_ar

@@ -29,8 +29,7 @@ A very small text-to-speech model in Fish Speech 1.5's own directory format, so 
 tried, heard and tested on any machine without the real weights (which are 1.4 GB and CC-BY-NC-SA-4.0).
 
 **It knows its phrase book and nothing else.** The {phrases} phrases in `phrases.tsv` ({counts}) it says clearly; any
-other text makes it babble. Its codec, too, has learned these recordings by heart (below 800 Hz the waveform itself) and
-is no use for others. It is no measure of Fish Speech's quality, and no use beyond demonstrations and tests.
+other text makes it babble. It is no measure of Fish Speech's quality, and no use beyond demonstrations and tests.
 
 | | |
 |---|---|
@@ -48,25 +47,8 @@ went into it. The design of the networks is Fish Speech's (Fish Audio); the weig
 """
 
 
-def export(work: Path, target: Path, start: Path | None = None) -> None:
-    """Write the checkpoint directory from work/dual_ar.pt and work/polish.pt.
-
-    start: a checkpoint whose codec was trained on; then all but the codec is taken from there, not from `work`.
-    """
-    index, _ = load_corpus(work)
-    if start is None:
-        _write_transformer(work, target)
-        _write_book(work, target, index)
-    elif start.resolve() != target.resolve():
-        shutil.copytree(start, target, dirs_exist_ok=True)
-    codec = load_codec(work, step="polish")
-    save_file(half_state(codec), target / CODEC_FILE, metadata={"format": "pt"})
-    (target / "MODEL_CARD.md").write_text(_card(codec, index), encoding="utf-8")
-    size = sum(f.stat().st_size for f in target.rglob("*") if f.is_file())
-    print(f"export: {target} written, {size / 1e6:.1f} MB")
-
-
-def _write_transformer(work: Path, target: Path) -> None:
+def export(work: Path, target: Path) -> None:
+    """Write the checkpoint directory from work/dual_ar.pt and work/vocoder.pt."""
     target.mkdir(parents=True, exist_ok=True)
     config = {**CONFIG.model_dump(), "dropout": 0.0, "head_dim": CONFIG.head_dim, "initializer_range": 0.02}
     _write_json(target / "config.json", config)
@@ -78,9 +60,10 @@ def _write_transformer(work: Path, target: Path) -> None:
     model = TrainableDualAR()
     model.load_state_dict(torch.load(work / "dual_ar.pt", weights_only=False)["average"])
     save_file(half_state(model), target / "model.safetensors", metadata={"format": "pt"})
+    codec = load_codec(work, vocoder=True)
+    save_file(half_state(codec), target / CODEC_FILE, metadata={"format": "pt"})
 
-
-def _write_book(work: Path, target: Path, index: list[dict]) -> None:
+    index, _ = load_corpus(work)
     write_tsv(target / "phrases.tsv")
     lengths = {v.name: {r["text"]: r["seconds"] for r in index if r["voice"] == v.name} for v in VOICES}
     _write_json(target / "corpus.json", lengths)
@@ -90,9 +73,12 @@ def _write_book(work: Path, target: Path, index: list[dict]) -> None:
         row = next(r for r in index if r["voice"] == voice.name and r["text"] == voice.reference)
         shutil.copyfile(work / "corpus" / row["file"], folder / "reference.wav")
         (folder / "reference.txt").write_text(voice.reference + "\n", encoding="utf-8")
+    (target / "MODEL_CARD.md").write_text(_card(model, codec, index), encoding="utf-8")
+    size = sum(f.stat().st_size for f in target.rglob("*") if f.is_file())
+    print(f"export: {target} written, {size / 1e6:.1f} MB")
 
 
-def _card(codec: torch.nn.Module, index: list[dict]) -> str:
+def _card(model: torch.nn.Module, codec: torch.nn.Module, index: list[dict]) -> str:
     names = {"en": "English", "ko": "Korean", "ja": "Japanese", "mixed": "mixed"}
     counts = ", ".join(f"{sum(p.language == k for p in PHRASES)} {name}" for k, name in names.items())
     return _CARD.format(
@@ -102,7 +88,7 @@ def _card(codec: torch.nn.Module, index: list[dict]) -> str:
         layers=CONFIG.n_layer,
         fast_layers=CONFIG.n_fast_layer,
         codebooks=CONFIG.num_codebooks,
-        lm_params=sum(p.numel() for p in TrainableDualAR().parameters()) / 1e6,
+        lm_params=sum(p.numel() for p in model.parameters()) / 1e6,
         rate=CODEC.sample_rate // 1000,
         fps=CODEC.frames_per_second,
         codec_params=sum(p.numel() for p in codec.parameters()) / 1e6,

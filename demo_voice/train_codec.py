@@ -249,15 +249,15 @@ def train_head(work: Path, steps: int = HEAD_STEPS, seed: int = 2) -> None:
         run.log(mel=mel.item(), stft=stft.item())
 
 
-def load_codec(work: Path, *, step: str) -> Firefly:
-    """The codec as `step` ("features", "vocoder" or "polish") left it, with weight norm folded.
+def load_codec(work: Path, *, vocoder: bool) -> Firefly:
+    """The codec as trained so far, with weight norm folded; `vocoder` takes step 3's decoder, else step 1's.
 
     Encoder and quantiser are rounded to half precision, as they will be stored: a code near a boundary must fall to the
     same side here and in serving.
     """
     codec = Firefly(CODEC)
-    if step != "features":
-        state = fold_weight_norm(torch.load(work / f"{step}.pt", weights_only=False)["average"])
+    if vocoder:
+        state = fold_weight_norm(torch.load(work / "vocoder.pt", weights_only=False)["average"])
     else:
         saved = torch.load(work / "features.pt", weights_only=False)["model"]
         state = {k.removeprefix("codec."): v for k, v in saved.items() if k.startswith("codec.")}
@@ -272,7 +272,7 @@ def write_codes(work: Path) -> list[Tensor]:
     if path.exists():
         return torch.load(path)
     _, audio = load_corpus(work)
-    codec = load_codec(work, step="features")
+    codec = load_codec(work, vocoder=False)
     codes = [codec.encode(a[None])[0][0].clone() for a in audio]
     used = [len(torch.cat(codes, dim=1)[k].unique()) for k in range(CODEC.num_codebooks)]
     print(f"codes: {sum(c.shape[1] for c in codes)} frames; codes in use per codebook: {used} of {CODEC.codebook_size}")
@@ -298,7 +298,7 @@ def train_vocoder(
     torch.manual_seed(seed)
     _, audio = load_corpus(work)
     codes = write_codes(work)
-    codec = load_codec(work, step="features")
+    codec = load_codec(work, vocoder=False)
     features = torch.load(work / "features.pt", weights_only=False)["model"]
     mel_head = normed(Head(CODEC.model_copy(update={"dims": (*CODEC.dims[:-1], CODEC.n_mels)})))
     mel_head.load_state_dict(torch.load(work / "head.pt", weights_only=False)["head"])
